@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from typing import Any
 
 import click
 import yaml
+from persia_k8s.job import JobSpec
+from persia_k8s.schema import parse
 
 from persia.config import GlobalConfig, SlotsConfig, parse_embedding_config, parse_global_config
+from persia.data.feature_spec import FeatureSpec
 from persia.launcher import cli
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,6 +35,7 @@ PROGRAMS = {"persia-launcher": cli}
 # What a path of the repository begins with: such a path in a command must exist.
 FOLDERS = ("benchmarks", "docs", "examples", "k8s", "monitoring", "native", "persia", "tests")
 INSTALLERS = {"apt-get", "pip"}
+SERVERS_OF_A_JOB = {"embeddingParameterServer": {"replicas": 1}, "embeddingWorker": {"replicas": 1}}
 SEPARATORS = {"&&", "||", "|", ";", ">", ">>", "&"}
 
 
@@ -101,14 +106,22 @@ def check(block: Block) -> None:
 
 
 def check_config(block: Block) -> None:
-    """A YAML block is one of the two configuration files, or is marked as another file."""
+    """A YAML block is a configuration file, a feature spec, a part of a PersiaJob, or is marked."""
     settings = yaml.safe_load(block.text)
+    job = settings.get("spec", settings)
     if settings.keys() <= SlotsConfig.model_fields.keys():
         parse_embedding_config(settings)
     elif settings.keys() <= GlobalConfig.model_fields.keys():
         parse_global_config(settings)
+    elif "feature_spec" in settings:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "feature_spec.yaml")
+            file.write_text(block.text, encoding="utf-8")
+            FeatureSpec.load(file)
+    elif job.keys() <= {field.alias for field in JobSpec.model_fields.values()}:
+        parse(JobSpec, SERVERS_OF_A_JOB | job, "spec")
     else:
-        raise AssertionError(f"{[*settings]} is of neither config: mark the block as not run, with a reason")
+        raise AssertionError(f"{[*settings]} is of no known kind: mark the block as not run, with a reason")
 
 
 def exec_code(block: Block, names: dict[str, Any] | None, source: str | None = None) -> None:

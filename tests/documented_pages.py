@@ -261,27 +261,36 @@ def _(stage: Stage) -> Iterator[None]:
     address = f"127.0.0.1:{free_port()}"
     stage.replaced = {
         "127.0.0.1:8001": address,
+        "client_timeout=1.0": f"client_timeout={TIMEOUT_S}",  # other tests may keep this machine busy
         "serve model/ --model": f"serve model/ --port {address.rpartition(':')[2]} --model",
     }
     script(stage)
     with stage.names["TrainCtx"]() as ctx:
         ctx.set_embedding("user", np.array([7], np.uint64), np.ones((1, 16), np.float32))
+        ctx.forward(
+            ctx.get_embedding_from_data(make_batch(requires_grad=False))
+        )  # the checkpoint names features
         stage.names["ctx"] = SimpleNamespace(dump_checkpoint=partial(ctx.dump_checkpoint, step=10_000))
         yield
+
+
+def wait_until_ready(stage: Stage, address: str) -> None:
+    """Waits for the server of predictions that was started last."""
+    triton = importlib.import_module("tritonclient.grpc")
+    client = triton.InferenceServerClient(address)
+    end, is_ready = time.monotonic() + TIMEOUT_S, False
+    while not is_ready and time.monotonic() < end:
+        assert stage.background[-1].poll() is None, (stage.folder / "background.log").read_text()
+        time.sleep(0.05)
+        with suppress(triton.InferenceServerException):
+            is_ready = client.is_server_ready()
+    client.close()
 
 
 @around("serving.md", "InferenceServerClient(")
 def _(stage: Stage) -> Iterator[None]:
     stage.names |= {"users": [np.array([7], np.uint64)], "ages": np.ones((1, 1), np.float32)}
-    triton = importlib.import_module("tritonclient.grpc")
-    client = triton.InferenceServerClient(stage.replaced["127.0.0.1:8001"])
-    end, is_ready = time.monotonic() + TIMEOUT_S, False
-    while not is_ready and time.monotonic() < end:
-        assert stage.background[0].poll() is None, (stage.folder / "background.log").read_text()
-        time.sleep(0.05)
-        with suppress(triton.InferenceServerException):
-            is_ready = client.is_server_ready()
-    client.close()
+    wait_until_ready(stage, stage.replaced["127.0.0.1:8001"])
     yield
     expected = stage.names["model"]([torch.ones(1, 1)], [torch.ones(1, 16)])
     assert stage.names["probabilities"].tolist() == expected.tolist()
@@ -382,11 +391,41 @@ def _(stage: Stage) -> Iterator[None]:
     stage.replaced, stage.job = {}, {}
 
 
+@around("security.md", "secret show --role loader")
+def _(stage: Stage) -> Iterator[None]:
+    """Both machines are this one: the second takes what the first has printed."""
+    stage.job = {"XDG_CONFIG_HOME": str(stage.folder)}
+    stage.replaced = {
+        "persia1.job.…": "$(persia-launcher secret show)",
+        "monitoring/prometheus/token": "token",
+    }
+    yield
+    assert (stage.folder / "token").read_text().strip()
+    stage.replaced, stage.job = {}, {}
+
+
 @around("security.md", "secret create --replace")
 def _(stage: Stage) -> Iterator[None]:
     stage.job = {"XDG_CONFIG_HOME": str(stage.folder)}
     yield
     assert (stage.folder / "persia" / "job_secret").is_file()
+
+
+@around("serving.md", "--gate samples.bin")
+def _(stage: Stage) -> Iterator[None]:
+    """A server that loads its first version answers the samples; one that cannot ends at once."""
+    (stage.folder / "samples.bin").write_bytes(make_batch(requires_grad=False).to_bytes())
+    port = free_port()
+    stage.replaced |= {"--gate samples.bin": f"--port {port} --gate samples.bin"}
+    yield
+    wait_until_ready(stage, f"127.0.0.1:{port}")
+
+
+@around("serving.md", "export model/ exported/")
+def _(stage: Stage) -> Iterator[None]:
+    yield
+    assert (stage.folder / "exported" / "model.pt").is_file()
+    assert (stage.folder / "repository" / "ads" / "config.pbtxt").is_file()
 
 
 @around("serving.md", "secret token --for serve")

@@ -11,13 +11,15 @@ build/demo.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -83,24 +85,42 @@ def summary_of(output: Path, start_s: float) -> dict[str, Any]:
 
 
 def train_alone(output: Path, data: Path) -> dict[str, Any] | Failure:
-    """Runs train.py by itself, which shows its progress; what it logs goes to a file beside its results."""
+    """Runs train.py by itself, which shows its progress; what it logs goes to a file beside its results.
+
+    Its process is a fork of this one: most of the time goes to importing torch, which both need.
+    """
     start_s = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     log = output / "train.log"
-    with log.open("w", encoding="utf-8") as errors:
-        # A session of its own keeps the terminal's Ctrl-C from it: this process ends it, and says so.
-        exit_code = subprocess.run(
-            [sys.executable, str(HERE / "train.py")],
-            env=environment(output, ADULT_DATA=str(data)),
-            stderr=errors,
-            timeout=RUN_DEADLINE_S,
-            start_new_session=True,
-            check=False,
-        ).returncode
-    if exit_code == 0:
+    import_torch()
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_train, args=(environment(output, ADULT_DATA=str(data)), log)
+    )
+    process.start()
+    try:
+        import_matplotlib()
+        process.join(RUN_DEADLINE_S)
+        if process.is_alive():
+            raise subprocess.TimeoutExpired("train.py", RUN_DEADLINE_S)
+    finally:
+        process.kill()  # does nothing when it has ended
+        process.join()
+    if process.exitcode == 0:
         return summary_of(output, start_s)
     last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return Failure(process="train.py", exit_code=exit_code, last_lines=last_lines)
+    return Failure(process="train.py", exit_code=process.exitcode or 1, last_lines=last_lines)
+
+
+def _run_train(variables: dict[str, str], log: Path) -> None:
+    """The child of train_alone."""
+    os.setsid()  # keeps the terminal's Ctrl-C from it: the parent ends it, and says so
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    with log.open("w", encoding="utf-8") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(variables)
+    runpy.run_path(str(HERE / "train.py"), run_name="__main__")
 
 
 def train_on_cluster(output: Path) -> dict[str, Any] | Failure:
@@ -137,15 +157,24 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
         yield show
 
 
-def load_torch_and_matplotlib() -> None:
-    """Imports what `finish` needs, which takes seconds: a thread does it while the first process starts."""
+def import_torch() -> None:
+    """Imports what train.py needs, without the garbage collector, which would scan all of it in vain."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as both ways have; torch reads it when it is imported
+    gc.disable()
     import torch
 
-    import plots  # noqa: F401
     import reference  # noqa: F401
+    import train  # noqa: F401
 
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer of a process imports torch's compiler
+    # The first step of a process imports torch's compiler.
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+    gc.freeze()
+    gc.enable()
+
+
+def import_matplotlib() -> None:
+    """Imports what `finish` needs besides, while train.py runs."""
+    import plots  # noqa: F401
 
 
 def finish(output: Path, alone: dict[str, Any], summary: dict[str, Any], info: DatasetInfo) -> None:
@@ -227,10 +256,7 @@ def run(output: Path, source: Path | None, generated: bool) -> int:
         return 1
     console.print(describe(info), soft_wrap=True)
     step("Training in one process: python examples/adult_income/train.py")
-    imports = threading.Thread(target=load_torch_and_matplotlib)  # no daemon: Python ends none inside torch
-    imports.start()
     first = train_alone(alone, output / "data")
-    imports.join()
     if isinstance(first, Failure):
         return report(first)
     step(f"The same script on a cluster of this machine: {PROCESSES}")

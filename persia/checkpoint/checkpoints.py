@@ -155,6 +155,8 @@ class Checkpoints:
             position = self._pause_hook(until_written)
             if operation.peers:
                 operation.begin()
+            with contextlib.suppress(StorageError):  # `finish` reports it
+                operation.directory.create_folder()  # a script may add files at once, before servers write
             held = until_written.pop_all()
 
         def finish() -> None:

@@ -159,6 +159,12 @@ class Location:
 
     # ---- writing
 
+    def create_folder(self) -> None:
+        """Creates this folder where storage has folders. StorageError if that fails."""
+        if self.is_local:
+            with _reported(self, _BE_WRITTEN):
+                self.file_system.makedirs(self.path, exist_ok=True)
+
     @contextlib.contextmanager
     def create(self) -> Iterator[Any]:
         """A new file to `write` to. It exists once the block ends without an error: on disk, not in a cache.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import os
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from persia.errors import (
 from persia.rows.reader import RowReader
 from persia.storage import dense
 from persia.storage import location as storage
+from persia.storage.location import Location
 
 MakeCtx = Callable[..., TrainCtx]
 
@@ -172,6 +175,27 @@ def test_a_dump_behind_training_is_complete_when_the_context_ends(
         train(ctx, new_batch(1))
         ctx.dump_checkpoint(tmp_path / "c", blocking=False)
     assert files_of(tmp_path / "c") == ["dense.pt", "manifest.json", "opt.pt"]
+
+
+def test_the_folder_of_a_dump_behind_training_exists_at_once(
+    make_ctx: MakeCtx, tmp_path: Path, new_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write = threading.Event()
+    create = Location.create
+
+    def create_later(location: Location) -> AbstractContextManager[Any]:
+        assert may_write.wait(300)
+        return create(location)
+
+    monkeypatch.setattr(Location, "create", create_later)
+    with make_ctx() as ctx:
+        train(ctx, new_batch(1))
+        ctx.dump_checkpoint(tmp_path / "c", blocking=False)
+        try:
+            (tmp_path / "c" / "mine.txt").write_text("of the script")
+        finally:
+            may_write.set()
+    assert "mine.txt" in files_of(tmp_path / "c")
 
 
 def test_an_error_behind_training_surfaces_when_the_context_ends(make_ctx: MakeCtx, tmp_path: Path) -> None:
