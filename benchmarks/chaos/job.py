@@ -16,14 +16,13 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.job_scripts import SCRIPTS, SLOTS
 from persia.rows.comparison import compare
 from persia.rows.reader import RowReader
 
 __all__ = ["ROLES", "Kill", "Outcome", "Settings", "differences", "run", "trained_by", "undisturbed"]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
-_SCRIPTS = Path(__file__).parents[2] / "tests" / "integration" / "jobs"
-_SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 # What tells a process of a role among the descendants of the launcher, by its command line.
 _PATTERNS = {
     "rank": re.compile(r"^\S+ (-u )?\S*jobs/recovered\.py "),
@@ -100,7 +99,7 @@ def undisturbed(folder: Path, settings: Settings) -> Outcome:
     """The same training in one process without a broker, where nothing is killed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PERSIA_", "RANK"))}
     done = subprocess.run(
-        [sys.executable, str(_SCRIPTS / "recovered.py"), str(folder), "1000000", "0", str(settings.batches)],
+        [sys.executable, str(SCRIPTS / "recovered.py"), str(folder), "1000000", "0", str(settings.batches)],
         env={**env, "OMP_NUM_THREADS": "1", "PERSIA_EMBEDDING_CONFIG": str(_write_slots(folder))},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -114,7 +113,7 @@ def undisturbed(folder: Path, settings: Settings) -> Outcome:
 def _write_slots(folder: Path) -> Path:
     folder.mkdir(parents=True)
     path = folder / "slots.yml"
-    path.write_text(yaml.safe_dump(_SLOTS))
+    path.write_text(yaml.safe_dump(SLOTS))
     return path
 
 
@@ -151,7 +150,7 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
 def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
-        *("--nn-worker", str(_SCRIPTS / "recovered.py"), "--data-loader", str(_SCRIPTS / "loader.py")),
+        *("--nn-worker", str(SCRIPTS / "recovered.py"), "--data-loader", str(SCRIPTS / "loader.py")),
         *("--embedding-config", str(folder / "slots.yml")),
         *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),
