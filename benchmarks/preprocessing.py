@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.raw_clicks import write_clicks
+from benchmarks.raw_clicks import write_clicks
 
 _OURS = """
 from persia.data.engines import LocalEngine

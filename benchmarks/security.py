@@ -33,9 +33,9 @@ from typing import Any
 
 import click
 
+from benchmarks.attacks.intruder import frame, garbage
+from benchmarks.attacks.job import AttackedJob, attacked_job
 from benchmarks.stats import Ratio, paired_ratio
-from tests.security.conftest import AttackedJob, attacked_job
-from tests.security.intruder import frame, garbage
 
 _KINDS = ("silent", "half", "garbage", "slow")
 _HALF = {

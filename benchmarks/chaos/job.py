@@ -16,14 +16,13 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.job_scripts import SCRIPTS, SLOTS
 from persia.rows.comparison import compare
 from persia.rows.reader import RowReader
 
 __all__ = ["ROLES", "Kill", "Outcome", "Settings", "alone", "differences", "run", "trained_by", "undisturbed"]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
-_SCRIPTS = Path(__file__).parents[2] / "tests" / "integration" / "jobs"
-_SLOTS = {"feature_index_prefix_bit": 8, "slots_config": {"user": {"dim": 8}, "items": {"dim": 8}}}
 # What tells a process of a role among the descendants of the launcher, by its command line.
 _PATTERNS = {
     "rank": re.compile(r"^\S+ (-u )?\S*jobs/(recovered|fitted)\.py "),
@@ -107,7 +106,7 @@ def undisturbed(folder: Path, settings: Settings) -> Outcome:
 
 def alone(folder: Path, settings: Settings) -> subprocess.Popen[str]:
     """Starts the training in one process without a broker, or starts it again."""
-    script, slots = str(_SCRIPTS / settings.scripts[0]), _write_slots(folder)
+    script, slots = str(SCRIPTS / settings.scripts[0]), _write_slots(folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PERSIA_", "RANK"))}
     return subprocess.Popen(
         [sys.executable, script, str(folder), str(settings.every_steps), "0", str(settings.batches)],
@@ -121,7 +120,7 @@ def alone(folder: Path, settings: Settings) -> subprocess.Popen[str]:
 def _write_slots(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "slots.yml"
-    path.write_text(yaml.safe_dump(_SLOTS))
+    path.write_text(yaml.safe_dump(SLOTS))
     return path
 
 
@@ -158,8 +157,8 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
 def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
     return [
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
-        *("--nn-worker", str(_SCRIPTS / settings.scripts[0])),
-        *("--data-loader", str(_SCRIPTS / settings.scripts[1])),
+        *("--nn-worker", str(SCRIPTS / settings.scripts[0])),
+        *("--data-loader", str(SCRIPTS / settings.scripts[1])),
         *("--embedding-config", str(folder / "slots.yml")),
         *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),

@@ -69,6 +69,10 @@ class BareSockets {
     socklen_t size = sizeof(address);
     const int listener = ::socket(AF_INET, SOCK_STREAM, 0);
     const int caller = ::socket(AF_INET, SOCK_STREAM, 0);
+    // Before they connect: else the system's congestion control may pace them for good.
+    for (const int end : {listener, caller}) {
+      ::setsockopt(end, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+    }
     const bool ok = ::bind(listener, any, size) == 0 && ::listen(listener, 1) == 0 &&
                     ::getsockname(listener, any, &size) == 0 && ::connect(caller, any, size) == 0;
     const Ends ends = {caller, ok ? ::accept(listener, nullptr, nullptr) : -1};
@@ -80,7 +84,6 @@ class BareSockets {
     constexpr int kOn = 1;
     for (const int end : {ends.first, ends.second}) {
       ::setsockopt(end, IPPROTO_TCP, TCP_NODELAY, &kOn, sizeof(kOn));
-      ::setsockopt(end, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
     }
     return ends;
   }

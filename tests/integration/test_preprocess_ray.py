@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.raw_clicks import write_clicks
+from benchmarks.raw_clicks import write_clicks
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("ray.data", reason="needs Ray: pip install 'persia[ray]'")

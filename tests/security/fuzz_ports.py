@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.attacks import intruder
+from benchmarks.attacks.job import AttackedJob, Watch, attacked_job
 from persia.security import secret
 from persia.security.secret import INFERENCE, TRAINER, WORKER
-from tests.security import intruder
-from tests.security.conftest import AttackedJob, Watch, attacked_job
 from tests.unit.test_rpc_security import Client
 
 _GROWTH_BYTES = 96 << 20

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.security import intruder
-from tests.security.conftest import AttackedJob, Watch
+from benchmarks.attacks import intruder
+from benchmarks.attacks.job import AttackedJob, Watch
 
 # The floor is a second on a quiet machine. Where others use the processors, a batch itself may take longer.
 STILL_S = 8.0

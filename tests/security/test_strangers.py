@@ -10,11 +10,12 @@ import time
 
 import pytest
 
+from benchmarks.attacks import intruder
+from benchmarks.attacks.job import AttackedJob, Watch
 from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.payloads import EndOfStream
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, Subjects
-from tests.security import fuzz_ports, intruder
-from tests.security.conftest import AttackedJob, Watch
+from tests.security import fuzz_ports
 
 # A peer may also close the connection without a word.
 REFUSED = (None, 10)  # kPermissionDenied

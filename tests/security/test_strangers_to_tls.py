@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.attacks import intruder
+from benchmarks.attacks.job import AttackedJob, attacked_job
 from persia import _native
 from persia.errors import UnavailableError
 from persia.messaging.session import NatsSession
@@ -18,8 +20,6 @@ from persia.observability.status import fetch_json
 from persia.security import certificates, http_token, nats_login
 from persia.security.secret import ROLES, TRAINER
 from persia.security.tls import TlsFiles
-from tests.security import intruder
-from tests.security.conftest import AttackedJob, attacked_job
 
 DEADLINE_S = 120.0
 PORTS = ("server", "worker", "broker", *(f"status of {role}" for role in AttackedJob.roles))

@@ -4,21 +4,41 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
-#include <string_view>
+#include <array>
+
+#include "net/poller.h"
 
 namespace persia::net {
 namespace {
 
-// Whether the other end is on this host, by IPv4.
-bool IsLoopback(int fd) {
-  sockaddr_in peer = {};
-  socklen_t size = sizeof(peer);
-  constexpr uint32_t kLoopbackNet = 127;
-  return ::getpeername(fd, reinterpret_cast<sockaddr*>(&peer), &size) == 0 &&
-         peer.sin_family == AF_INET && ntohl(peer.sin_addr.s_addr) >> 24 == kLoopbackNet;
+// As many bytes as the kernel takes for a name.
+using ControlName = std::array<char, 16>;
+
+// Every kernel has it.
+constexpr ControlName kReno = {"reno"};
+
+void SetControl(int fd, const ControlName& name) {
+  ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), name.size());
+}
+
+// The congestion control that the system prefers: that of a new socket.
+ControlName SystemControl() {
+  ControlName name = kReno;
+  socklen_t size = name.size();
+  const UniqueFd fresh(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  ::getsockopt(fresh.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size);
+  return name;
+}
+
+bool PeerIsLoopback(int fd) {
+  Tcp::endpoint peer;
+  auto size = static_cast<socklen_t>(peer.capacity());
+  return ::getpeername(fd, peer.data(), &size) == 0 && peer.address().is_loopback();
 }
 
 }  // namespace
+
+void AvoidPacing(int fd) { SetControl(fd, kReno); }
 
 void ConfigureSocket(int fd) {
   constexpr int kKeepAliveIdleSeconds = 10;
@@ -34,10 +54,8 @@ void ConfigureSocket(int fd) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, kKeepAliveIntervalSeconds);
   set(IPPROTO_TCP, TCP_KEEPCNT, kKeepAliveProbes);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUnacknowledgedMs);
-  // Within a host there is no congestion, but the control that the system prefers may pace what is
-  // sent by timers (BBR does), which costs more than the copies. Every kernel has Reno.
-  constexpr std::string_view kReno = "reno";
-  if (IsLoopback(fd)) ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, kReno.data(), kReno.size());
+  static const ControlName system_control = SystemControl();
+  SetControl(fd, PeerIsLoopback(fd) ? kReno : system_control);
 }
 
 }  // namespace persia::net

@@ -6,7 +6,6 @@
 #pragma once
 
 #include <asio/buffer.hpp>
-#include <asio/connect.hpp>
 #include <asio/executor_work_guard.hpp>
 #include <asio/io_context.hpp>
 #include <asio/ip/tcp.hpp>
@@ -20,9 +19,15 @@ namespace persia::net {
 using Tcp = asio::ip::tcp;
 using ErrorCode = asio::error_code;
 
-// No delay for small frames, and none by pacing within a host. A peer whose host has died is
-// noticed in half a minute instead of never; that needs options which Asio does not wrap. Failures
-// are ignored: the connection works without them.
+// For a socket that listens, or connects within its host, before it does so. There is no congestion
+// within a host, but the control that the system prefers may pace what is sent by timers (BBR
+// does), which costs more than the copies. A connection that has begun with pacing keeps it,
+// whatever control it is given later.
+void AvoidPacing(int fd);
+// Of a connection. No delay for small frames. A peer whose host has died is noticed in half a
+// minute instead of never; that needs options which Asio does not wrap. Peers on other hosts get
+// the congestion control that the system prefers. Failures are ignored: the connection works
+// without them.
 void ConfigureSocket(int fd);
 
 }  // namespace persia::net

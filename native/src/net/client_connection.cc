@@ -94,9 +94,21 @@ void ClientConnection::Resolve(const std::string& host, uint16_t port) {
       }));
 }
 
+// To the first endpoint that answers. Not by asio::async_connect, which opens the sockets itself.
 void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
-  asio::async_connect(socket_, endpoints,
-                      WhileOpen("", [this](const Tcp::endpoint&) { OnConnected(); }));
+  const Tcp::endpoint endpoint = endpoints.front();
+  endpoints.erase(endpoints.begin());
+  ErrorCode ignored;  // it shows again when the socket is connected
+  socket_.close(ignored);
+  socket_.open(endpoint.protocol(), ignored);
+  if (endpoint.address().is_loopback()) AvoidPacing(socket_.native_handle());
+  socket_.async_connect(endpoint,
+                        [self = shared_from_this(), rest = std::move(endpoints),
+                         then = WhileOpen("", [this] { OnConnected(); })](ErrorCode error) mutable {
+                          if (error && !rest.empty() && self->listener_ != nullptr)
+                            return self->ConnectTo(std::move(rest));
+                          then(error);
+                        });
 }
 
 void ClientConnection::OnConnected() {

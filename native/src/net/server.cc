@@ -133,6 +133,7 @@ StatusOr<uint16_t> Server::Listen(const std::string& host, uint16_t port) {
   Tcp::acceptor acceptor(io);
   ErrorCode error;
   acceptor.open(endpoint.protocol(), error);
+  if (!error) AvoidPacing(acceptor.native_handle());  // its connections inherit that
   // A restarted server takes its port over from connections that are still timing out.
   if (!error) acceptor.set_option(Tcp::acceptor::reuse_address(true), error);
   if (!error) acceptor.bind(endpoint, error);

@@ -15,12 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
+from benchmarks.raw_clicks import write_clicks
 from persia.data import ParquetBatches, SplitBinaryBatches
 from persia.data.engines import LocalEngine
 from persia.data.preprocessing import Preprocessing, preprocess
 from persia.embedding.data import hash_strings
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError, NotFoundError
-from tests.raw_clicks import write_clicks
 
 SMALL = {"num_numerical": 2, "num_categorical": 3, "block_bytes": 4096}
 
