@@ -15,12 +15,6 @@ void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable
   missing_.clear();
 }
 
-void GroupBatch::Clear() {
-  num_slots_ = 0;  // their memory stays for the next batch
-  rows_ = {};
-  missing_.clear();
-}
-
 void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots,
                           worker::UniqueKeys* keys, Slot* planned) {
   // One slot's signs are of use until they are numbered, so a thread has one array for all.
@@ -79,19 +73,40 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
   sums->Build(bags, parts, 1.0f, static_cast<uint32_t>(rows_.signs.size()));
 }
 
-void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
-                    const store::InPlaceRows& store, const store::RowFormat& format,
-                    const float* zeros, float* out, size_t stride) {
+void UnnumberedPooling::PoolSingle(std::span<const SlotInputs> groups,
+                                   store::RecentRows* recent) const {
+  thread_local Reused<uint64_t> sign_memory;
+  thread_local Reused<const float*> row_memory;
+  thread_local std::vector<uint32_t> numbers;  // each sample reads its own row
+  thread_local std::vector<simd::ColumnSource> columns;
+  columns.clear();
+  const size_t num_samples = groups[0][0].ids.size();
+  while (numbers.size() < num_samples) numbers.push_back(static_cast<uint32_t>(numbers.size()));
+  const std::span<uint64_t> signs = sign_memory.Resize(num_samples);
+  const std::span<const float*> values = row_memory.Resize(num_samples * groups.size());
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const SlotInput& input = groups[g][0];
+    slots.MakeSigns(*input.slot, input.ids, signs.data());
+    const store::SignRows rows = {
+        input.slot->dim, signs, {}, values.subspan(g * num_samples, num_samples)};
+    recent[g].Begin(num_samples, num_removals);
+    store.FindForReading(rows, zeros, &recent[g]);
+    columns.push_back({rows.values.data(), numbers.data(), rows.dim});
+  }
+  format.pooling().copy_columns(out + groups[0][0].column, stride, columns.data(), columns.size(),
+                                num_samples);
+}
+
+void UnnumberedPooling::Pool(const SlotInput& input, store::RecentRows* recent) const {
   // So many signs and row pointers stay in the nearest caches. A bag with more is a block of its
   // own.
   constexpr size_t kBlockRows = 1024;
   thread_local Reused<uint64_t> sign_memory;
   thread_local Reused<const float*> row_memory;
   thread_local std::vector<uint32_t> offsets;
-  thread_local store::RecentRows recent;
   const worker::SlotConfig& slot = *input.slot;
   const size_t block_ids = kBlockRows / slot.num_buckets();
-  recent.Begin(input.ids.size() * slot.num_buckets());
+  recent->Begin(input.ids.size() * slot.num_buckets(), num_removals);
   size_t id = 0;
   for (size_t bag = 0; bag < input.lengths.size();) {
     const size_t first_bag = bag, first_id = id;
@@ -105,7 +120,7 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
     const std::span<uint64_t> signs = sign_memory.Resize(num_ids * slot.num_buckets());
     slots.MakeSigns(slot, input.ids.subspan(first_id, num_ids), signs.data());
     const store::SignRows rows = {slot.dim, signs, {}, row_memory.Resize(signs.size())};
-    store.FindForReading(rows, zeros, &recent);
+    store.FindForReading(rows, zeros, recent);
     const worker::Bags bags = {
         .dim = slot.dim,
         .num_bags = static_cast<uint32_t>(bag - first_bag),
@@ -113,7 +128,8 @@ void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
         .rows_per_offset = slot.num_buckets(),
         .weights = input.weights.empty() ? input.weights : input.weights.subspan(first_id, num_ids),
         .scaling = slot.scaling()};
-    PoolBags(bags, rows.values.data(), out + first_bag * stride, stride, format.pooling());
+    PoolBags(bags, rows.values.data(), out + input.column + first_bag * stride, stride,
+             format.pooling());
   }
 }
 

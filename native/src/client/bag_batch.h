@@ -52,6 +52,7 @@ struct SlotInput {
   // The first of the slot's `dim` columns of the output.
   size_t column = 0;
 };
+using SlotInputs = std::vector<SlotInput>;  // of one feature group
 
 // The slots of one feature group, which share rows.
 // One thread at a time works on a group; different groups of a batch have no row in common, so
@@ -63,16 +64,14 @@ class GroupBatch {
   // same requests. `inputs` is not empty.
   void Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
             worker::UniqueKeys* keys);
-  // Makes it a group without slots: Pool() leaves its columns alone.
-  void Clear();
 
   // Whether every sample has exactly one ID, without a weight, of a slot that shares its rows with
   // no other: then several groups are handled together.
   static bool IsSingle(std::span<const SlotInput> inputs);
   // Valid after Plan().
   bool IsSingle() const;
-  // For runs of groups whose columns are adjacent: of the first slot; 0 without slots.
-  size_t column() const { return num_slots_ == 0 ? 0 : slots_[0].column; }
+  // For runs of groups whose columns are adjacent: of the first slot.
+  size_t column() const { return slots_[0].column; }
   // Of a single-valued group: its number for each sample.
   // Of the row in rows() that each sample reads. Only if IsSingle().
   std::span<const uint32_t> numbers() const { return slots_[0].bags.numbers; }
@@ -115,13 +114,23 @@ class GroupBatch {
   std::vector<uint32_t> missing_;
 };
 
-// Pools a slot's bags for inference without numbering its IDs. IDs that repeat find their index
-// entry and their row in the cache, which costs less than a hash table of the batch's distinct IDs.
-// IDs without a row are read from `zeros`, of the slot's dim. Bag b is written to out + b * stride;
-// its bits are those of GroupBatch::Pool().
-void PoolUnnumbered(const SlotInput& input, const worker::SlotTable& slots,
-                    const store::InPlaceRows& store, const store::RowFormat& format,
-                    const float* zeros, float* out, size_t stride);
+// Pools slots for inference without numbering their IDs: frequent IDs are found in `recent`, the
+// group's, which costs less than a hash table of the batch's distinct IDs. IDs without a row are
+// read from `zeros`, as many as the greatest dim. Bits are those of GroupBatch::Pool().
+struct UnnumberedPooling {
+  const worker::SlotTable& slots;
+  const store::InPlaceRows& store;
+  uint64_t num_removals;  // the store's
+  const store::RowFormat& format;
+  const float* zeros;
+  float* out;  // of the first slot and sample
+  size_t stride;
+
+  void Pool(const SlotInput& input, store::RecentRows* recent) const;
+  // Of groups for which GroupBatch::IsSingle() holds and whose columns are adjacent; `recent` has
+  // one element for each.
+  void PoolSingle(std::span<const SlotInputs> groups, store::RecentRows* recent) const;
+};
 
 // Belongs to one lookup and the update that follows it. Its holder may drop it without
 // an update: then the rows stay as they are.

@@ -114,6 +114,14 @@ void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, si
   }
 }
 
+// What is asked of a group, before and after it is planned.
+bool IsSingle(const GroupBatch& group) { return group.IsSingle(); }
+bool IsSingle(const SlotInputs& inputs) { return GroupBatch::IsSingle(inputs); }
+size_t Column(const GroupBatch& group) { return group.column(); }
+size_t Column(const SlotInputs& inputs) { return inputs[0].column; }
+size_t Dim(const GroupBatch& group) { return group.rows().dim; }
+size_t Dim(const SlotInputs& inputs) { return inputs[0].slot->dim; }
+
 void PoolSingle(std::span<const GroupBatch> groups, const store::RowFormat& format, float* out,
                 size_t stride) {
   thread_local std::vector<simd::ColumnSource> columns;
@@ -127,16 +135,16 @@ void PoolSingle(std::span<const GroupBatch> groups, const store::RowFormat& form
 
 // Calls single(groups) for each run of single-valued groups side by side, other(group) for each
 // other one.
-template <typename Single, typename Other>
-void ForEachRun(std::span<const GroupBatch> groups, Single single, Other other) {
+template <typename Group, typename Single, typename Other>
+void ForEachRun(std::span<const Group> groups, Single single, Other other) {
   size_t begin = 0;
   while (begin < groups.size()) {
     size_t end = begin;
-    size_t column = groups[begin].column();
+    size_t column = Column(groups[begin]);
     // Columns that follow one another are one block of the matrix, which a kernel reads from front
     // to back.
-    while (end < groups.size() && groups[end].IsSingle() && groups[end].column() == column) {
-      column += groups[end++].rows().dim;
+    while (end < groups.size() && IsSingle(groups[end]) && Column(groups[end]) == column) {
+      column += Dim(groups[end++]);
     }
     if (end == begin) {
       other(groups[begin++]);
@@ -187,6 +195,7 @@ EmbeddingBags::EmbeddingBags(const EmbeddingBagsOptions& options, worker::SlotTa
   num_groups_ = numbers.size();
   zeros_.resize(max_dim, 0.0f);
   inputs_.resize(num_groups_);
+  recent_.resize(num_groups_);
   // By number, until the first batch has shown what the groups cost.
   units_ = DivideWork(std::vector<double>(num_groups_, 1.0), NumUnits());
 }
@@ -298,6 +307,10 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
   pooled.rows = Buffer(size_t{pooled.batch_size} * num_columns_ * sizeof(float));
   auto* out = reinterpret_cast<float*>(pooled.rows.data());
   const bool uses_threads = values.size() >= kMinIdsForThreads;
+  if (mode == LookupMode::kInference) {
+    For(uses_threads, units_.size(), [&](size_t u) { PoolUnnumbered(store, units_[u], out); });
+    return pooled;
+  }
   const auto for_each_unit = [&](const auto& body) { For(uses_threads, units_.size(), body); };
   BagBatchPtr batch = BatchShelf::Take(shelf_);
   batch->batch_size = pooled.batch_size;
@@ -310,22 +323,13 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
     for (size_t i = units_[u].begin; i < units_[u].end; ++i) {
       thread_local worker::UniqueKeys keys;
       GroupBatch& group = batch->groups[i];
-      if (mode == LookupMode::kInference && !GroupBatch::IsSingle(inputs_[i])) {
-        for (const SlotInput& input : inputs_[i]) {
-          PoolUnnumbered(input, slots_, store, format_, zeros_.data(), out + input.column,
-                         num_columns_);
-        }
-        group.Clear();
-        continue;
-      }
       group.Plan(inputs_[i], slots_, &keys);
       store.Find(group.rows(), zeros_.data(), group.missing());
       has_missing |= !group.missing()->empty();
     }
-    is_pooled[u] = mode == LookupMode::kInference || !has_missing;
+    is_pooled[u] = !has_missing;
     if (is_pooled[u]) Pool(*batch, units_[u], out);
   });
-  if (mode == LookupMode::kInference) return pooled;
   PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &store));
   for_each_unit([&](size_t u) {
     if (!is_pooled[u]) Pool(*batch, units_[u], out);
@@ -349,6 +353,19 @@ void EmbeddingBags::Pool(const BagBatch& batch, Unit unit, float* out) const {
   ForEachRun(
       GroupsOf(batch, unit), [&](auto groups) { PoolSingle(groups, format_, out, num_columns_); },
       [&](const GroupBatch& group) { group.Pool(format_, out, num_columns_); });
+}
+
+void EmbeddingBags::PoolUnnumbered(const InPlaceRows& store, Unit unit, float* out) {
+  const UnnumberedPooling pooling = {slots_,        store, store.NumRemovals(), format_,
+                                     zeros_.data(), out,   num_columns_};
+  const SlotInputs* const all = inputs_.data();
+  const auto recent = [&](const SlotInputs& inputs) { return &recent_[&inputs - all]; };
+  ForEachRun(
+      std::span<const SlotInputs>(all + unit.begin, all + unit.end),
+      [&](auto groups) { pooling.PoolSingle(groups, recent(groups[0])); },
+      [&](const SlotInputs& inputs) {
+        for (const SlotInput& input : inputs) pooling.Pool(input, recent(inputs));
+      });
 }
 
 // In the order of the groups within each shard, so that slots do not depend on threads.

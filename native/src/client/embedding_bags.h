@@ -115,6 +115,8 @@ class EmbeddingBags {
   void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
   static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);
   void Pool(const BagBatch& batch, Unit unit, float* out) const;
+  // Of inputs_, for inference.
+  void PoolUnnumbered(const store::InPlaceRows& store, Unit unit, float* out);
   // Of all groups at once, shard by shard: a shard is changed by one thread.
   Status InsertMissing(BagBatch* batch, store::InPlaceRows* rows);
 
@@ -133,7 +135,8 @@ class EmbeddingBags {
   std::mutex mutex_;  // of all that follows: one batch at a time
   ThreadPool threads_;
   std::vector<Unit> units_;
-  std::vector<std::vector<SlotInput>> inputs_;           // by group
+  std::vector<SlotInputs> inputs_;                       // by group
+  std::vector<store::RecentRows> recent_;                // by group
   std::vector<std::vector<store::MissingRow>> missing_;  // by shard
 };
 

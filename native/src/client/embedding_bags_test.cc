@@ -543,6 +543,54 @@ TEST(EmbeddingBagsTest, InferenceHasTheBitsOfTraining) {
   }
 }
 
+// A lookup for inference keeps where it found frequent rows. Between lookups rows are inserted,
+// updated, evicted, set and cleared; each lookup must read what the store's own call reads.
+TEST(EmbeddingBagsTest, InferenceSeesWhatChangedSinceTheLookupBefore) {
+  constexpr size_t kSamples = 40;
+  const std::vector<SlotConfig> slots = {{.name = "one", .dim = 4, .group = 0},
+                                         {.name = "many", .dim = 4, .group = 1}};
+  const worker::SlotTable table = Must(worker::SlotTable::Create(8, slots));
+  const auto bags = Make(Options(slots, 1, /*capacity=*/300, /*num_shards=*/2), Sgd());
+  std::mt19937 rng(6);
+  const auto draw = [&] {
+    std::vector<SlotIds> ids(2, SlotIds(kSamples));
+    for (size_t i = 0; i < kSamples; ++i) {
+      ids[0][i] = {rng() % 200};
+      for (size_t k = 0; k < 5; ++k) ids[1][i].push_back(rng() % 200);
+    }
+    return ids;
+  };
+  const auto read = [&](const SlotConfig& slot, const std::vector<uint64_t>& ids, float* sum) {
+    std::vector<uint64_t> signs(ids.size());
+    table.MakeSigns(*table.Find(slot.name), ids, signs.data());
+    const store::RowBlock block = {slot.dim, signs};
+    std::vector<float> rows(ids.size() * slot.dim);
+    EXPECT_TRUE(
+        bags->embedding_store().Lookup({&block, 1}, LookupMode::kInference, rows.data()).ok());
+    std::copy_n(rows.begin(), slot.dim, sum);
+    for (size_t i = slot.dim; i < rows.size(); ++i) sum[i % slot.dim] += rows[i];
+  };
+  for (int step = 0; step < 300; ++step) {
+    const int change = static_cast<int>(rng() % 30);
+    if (change < 8) {
+      const PooledBags pooled = Train(*bags, draw());
+      const std::vector<float> gradient(kSamples * 8, static_cast<float>(1 + step));
+      ASSERT_TRUE(bags->Update(*pooled.batch, gradient).ok());
+    } else if (change == 8) {
+      bags->Clear();
+    } else if (change == 9) {
+      ASSERT_TRUE(bags->SetRows(1, std::vector<uint64_t>{5}, std::vector<float>(4, 9.0f)).ok());
+    }
+    const std::vector<SlotIds> ids = draw();
+    std::vector<float> expected(kSamples * 8);
+    for (size_t i = 0; i < kSamples; ++i) {
+      for (size_t s = 0; s < 2; ++s) read(slots[s], ids[s][i], &expected[i * 8 + s * 4]);
+    }
+    ASSERT_TRUE(SameBits(Infer(*bags, ids), expected)) << "step " << step;
+  }
+  EXPECT_GT(bags->stats().lookups.num_evicted, 100u);
+}
+
 TEST(EmbeddingBagsTest, ABatchWithoutSamplesOrWithoutIdsIsABatch) {
   const auto bags = Make(Options(MixedSlots(), 2), Sgd());
   const PooledBags nothing = Must(bags->Lookup({}, {}, LookupMode::kTrain));

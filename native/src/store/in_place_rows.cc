@@ -44,7 +44,6 @@ StatusOr<InPlaceRows> InPlaceRows::Begin(EmbeddingStore& store, LookupMode mode)
     return FailedPrecondition("rows of a store with a tier move, and cannot be used in place");
   }
   InPlaceRows rows(&store.shards());
-  rows.mode_ = mode;
   if (mode == LookupMode::kTrain) {
     for (size_t i = 0; i < rows.shards_.size(); ++i) {
       Shard& shard = rows.store_->all()[i];
@@ -82,10 +81,9 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
                        std::vector<uint32_t>* missing) const {
   if (rows.signs.empty()) return;
   const auto num_shards = static_cast<uint32_t>(shards_.size());
-  const bool trains = mode_ == LookupMode::kTrain;
   // Rows themselves are not read here: the kernels that read them ask for them ahead.
   size_t row_floats = 0;
-  if (trains && has_snapshot_) {  // to be saved, a row is wanted with its state
+  if (has_snapshot_) {  // to be saved, a row is wanted with its state
     const RowPolicies& policies = *store_->all()[0].table().policies();
     row_floats = policies.Of(rows.signs[0]).ShapeFor(rows.dim).Stride();
   }
@@ -109,7 +107,6 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
         }
         rows.handles[i].cell = entry->cell;
         rows.values[i] = row;
-        if (!trains) return;
         const ShardView& shard = shards_[rows.handles[i].shard];
         if (shard.snapshot != nullptr) [[unlikely]] {
           shard.snapshot->SaveBeforeTouch(*entry, *shard.slabs);
@@ -138,6 +135,7 @@ void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros,
       // Without a branch, which would be mispredicted for a third of the keys.
       count += static_cast<size_t>(row.key != key);
     }
+    recent->CountMisses(count);
     // The kernels that read the rows ask for them ahead.
     ProbeInBlocks(
         count, /*row_floats=*/0, [&](size_t i) { return std::pair(keys[i], shard_of(i).index); },
@@ -146,9 +144,9 @@ void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros,
           return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
         },
         [&](size_t i, const SignIndex::Entry*, const float* row) {
-          const float* values = row == nullptr ? zeros : row;
-          rows.values[numbers[i]] = values;
-          recent->Of(keys[i]) = {keys[i], values};
+          rows.values[numbers[i]] = row == nullptr ? zeros : row;
+          // Not without a row: the sign may get one before the next lookup.
+          if (row != nullptr) recent->Of(keys[i]) = {keys[i], row};
         });
   }
 }
@@ -196,6 +194,12 @@ std::vector<uint64_t> InPlaceRows::Removals() const {
   std::vector<uint64_t> removals;
   for (const Shard& shard : store_->all()) removals.push_back(shard.table().num_removals());
   return removals;
+}
+
+uint64_t InPlaceRows::NumRemovals() const {
+  uint64_t sum = 0;
+  for (const Shard& shard : store_->all()) sum += shard.table().num_removals();
+  return sum;
 }
 
 void InPlaceRows::Locate(const SignRows& rows) {

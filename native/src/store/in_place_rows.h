@@ -58,11 +58,12 @@ struct MissingRow {
   uint32_t index;
 };
 
-// Rows that a lookup has just found: a direct-mapped cache of frequent keys. A frequent row is then
-// found here, in the second-level cache, and not in the index, whose lines are spread over as many
-// pages as it has: there the translation of the address takes longer than all else.
+// Rows that lookups found recently: a direct-mapped cache of frequent keys. A frequent row is then
+// found here, in a nearby cache, and not in the index, whose lines are spread over as many pages as
+// it has: there the translation of the address takes longer than all else.
 //
-// Not thread-safe. Valid for one lookup and one dim.
+// Keeps rows between lookups until a row is removed. Grows while lookups miss many keys, so small
+// vocabularies take little memory. Not thread-safe. For one store, one feature group and dim.
 class RecentRows {
  public:
   struct Row {
@@ -70,18 +71,28 @@ class RecentRows {
     const float* values;
   };
 
-  // Forgets all, for a lookup of so many signs.
-  void Begin(size_t num_signs) {
-    const size_t size = std::bit_ceil(std::clamp<size_t>(num_signs / 8, 16, kMaxRows));
+  // Before a lookup of so many signs. Forgets all rows if `num_removals`, the store's, has changed.
+  void Begin(size_t num_signs, uint64_t num_removals) {
+    size_t size = std::bit_ceil(std::clamp<size_t>(num_signs / 8, 16, kMaxRows));
+    if (num_removals == num_removals_ && rows_.size() >= size) {
+      if (num_misses_ <= 2 * rows_.size() || rows_.size() == kMaxRows) return;
+      size = 2 * rows_.size();
+    }
     rows_.assign(size, {0, nullptr});
     rows_[0].key = UINT64_MAX;  // any key of another place; the others' places are not that of 0
+    num_removals_ = num_removals;
+    num_misses_ = 0;
   }
   Row& Of(uint64_t key) { return rows_[key & (rows_.size() - 1)]; }
+  void CountMisses(size_t count) { num_misses_ += count; }
 
  private:
+  // 64 KiB of a group: larger caches save fewer searches than their own misses cost.
   static constexpr size_t kMaxRows = 4096;
 
   std::vector<Row> rows_;  // a power of two
+  uint64_t num_removals_ = 0;
+  size_t num_misses_ = 0;  // since it forgot all rows
 };
 
 class InPlaceRows {
@@ -112,6 +123,8 @@ class InPlaceRows {
   // their part of the batch and given up older rows for it.
   Status Insert(uint32_t shard, std::span<const MissingRow> missing, LookupReport* report);
 
+  // The sum of Removals().
+  uint64_t NumRemovals() const;
   // How many rows each shard has removed so far: tells a later BeginUpdate() whether rows may have
   // gone since.
   std::vector<uint64_t> Removals() const;
@@ -140,7 +153,6 @@ class InPlaceRows {
     ShardSnapshot* snapshot;
   };
 
-  LookupMode mode_ = LookupMode::kInference;
   std::vector<ShardView> shards_;
   bool has_snapshot_ = false;
   std::unique_lock<WriterFirstMutex> lock_;
