@@ -46,6 +46,7 @@ class Settings:
     servers: int = 2  # parameter servers, and as many embedding workers
     every_steps: int = 20
     pace_s: float = 0.02
+    standbys: int = 0  # of each parameter server
     deadline_s: float = 600.0
 
 
@@ -74,6 +75,8 @@ class Outcome:
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
     _write_slots(folder)
+    servers = {"embedding_parameter_server_config": {"standbys": settings.standbys}}
+    (folder / "global.yml").write_text(yaml.safe_dump(servers))
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
     with _started(folder, settings, len(kills)) as process:
         assert process.stdout is not None
@@ -153,6 +156,7 @@ def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
         *(sys.executable, "-m", "persia.launcher", "local", "--max-restarts", str(max_restarts)),
         *("--nn-worker", str(_SCRIPTS / "recovered.py"), "--data-loader", str(_SCRIPTS / "loader.py")),
         *("--embedding-config", str(folder / "slots.yml")),
+        *("--global-config", str(folder / "global.yml")),
         *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),
         *("--data-loaders", "2"),
