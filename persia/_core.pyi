@@ -334,7 +334,28 @@ class ParameterServer:
         read_only: bool = False,  # answers lookups only, and only after mark_loaded()
         tier: TierOptions | None = None,
         row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
+        standby_deadline_s: float = 0.0,  # not 0: a standby may be attached
+        is_standby: bool = False,  # refuses everything until take_over()
     ) -> None: ...
+    # FailedPreconditionError: it has one, or a dump is under way
+    def attach_standby(self, address: str, incarnation: int) -> None: ...
+    def release_standby(self) -> None: ...
+    def fence(self, reason: str) -> None: ...  # answers nothing any more
+    # "alone", "copying", "replicating", "stalled": its lease has expired, "broken", "fenced"
+    @property
+    def replication(self) -> str: ...
+    def follow(self, primary: int) -> None: ...  # the incarnation of the primary of this standby
+    # UnavailableError: the lease of the primary may be valid; FailedPreconditionError: never
+    def take_over(self, primary_has_ended: bool) -> None: ...
+    def renounce(self) -> bool: ...  # never takes over; False: it has
+    @property
+    def standby_state(self) -> str: ...  # "following", "taken over", "renounced", "unfit"
+    @property
+    def standby_failure(self) -> str: ...  # why it is unfit
+    @property
+    def has_copy(self) -> bool: ...  # all rows of its primary
+    @property
+    def silent_for_s(self) -> float: ...  # since the last message of its primary
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
     def mark_loaded(self) -> None: ...
     def stop(self, timeout_s: float = 10.0) -> None: ...

@@ -29,6 +29,7 @@ SERVER_METHODS = {
     "CountRows": 22,
     "PrefetchRows": 23,
     "MeasureLoad": 24,
+    "Replicate": 25,
 }
 WORKER_METHODS = {
     "ConfigureWorker": 32,

@@ -45,6 +45,7 @@ class Settings:
     servers: int = 2  # parameter servers, and as many embedding workers
     every_steps: int = 20
     pace_s: float = 0.02
+    standbys: int = 0  # of each parameter server
     deadline_s: float = 600.0
     scripts: tuple[str, str] = ("recovered.py", "loader.py")  # of ranks and of data loaders
 
@@ -74,6 +75,8 @@ class Outcome:
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
     _write_slots(folder)
+    servers = {"embedding_parameter_server_config": {"standbys": settings.standbys}}
+    (folder / "global.yml").write_text(yaml.safe_dump(servers))
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
     with _started(folder, settings, len(kills)) as process:
         assert process.stdout is not None
@@ -160,6 +163,7 @@ def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
         *("--nn-worker", str(SCRIPTS / settings.scripts[0])),
         *("--data-loader", str(SCRIPTS / settings.scripts[1])),
         *("--embedding-config", str(folder / "slots.yml")),
+        *("--global-config", str(folder / "global.yml")),
         *("--loader-args", f"--total {settings.batches} --resume"),
         *("--parameter-servers", str(settings.servers), "--embedding-workers", str(settings.servers)),
         *("--data-loaders", "2"),

@@ -92,6 +92,10 @@ class CheckpointService:
             job.apply()
         return job.report()
 
+    @property
+    def is_loading(self) -> bool:
+        return isinstance(self._running(), LoadJob)
+
     def close(self) -> None:
         """Ends the running operation, because the server ends."""
         job = self._running()

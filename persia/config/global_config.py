@@ -159,6 +159,9 @@ class EmbeddingParameterServerConfig(Section):
     incremental_dense_interval_sec: Annotated[int, Field(ge=0, le=UINT32_MAX)] = 10  # 0: in every packet
     incremental_keep_packets: Positive32 = 3600
     storage: StorageConfig = StorageConfig()
+    standbys: Annotated[int, Field(ge=0, le=1)] = 0  # processes with a second copy of the rows
+    # Without an answer for so long, a primary or its standby is given up. Below 2 s a busy host looks dead.
+    standby_deadline_sec: Annotated[int, Field(ge=2, le=3600)] = 10
 
     def check(self) -> None:
         if self.num_hashmap_internal_shards > self.capacity:
@@ -173,6 +176,16 @@ class EmbeddingParameterServerConfig(Section):
                     f"row_dtype={show(self.row_dtype)} with storage.kind={show(self.storage.kind)}: rows in "
                     "a storage tier are float32; leave row_dtype out, or set kind: dram"
                 )
+        if self.standbys and self.storage.has_pool:
+            raise ConfigError(
+                f"standbys={self.standbys} with storage.kind={show(self.storage.kind)}: standbys have their "
+                "rows in memory; set kind: dram, or leave standbys out"
+            )
+        if self.standbys and self.enable_incremental_update:
+            raise ConfigError(
+                f"standbys={self.standbys} with enable_incremental_update=true: a standby does not know "
+                "which packets its primary has written; leave one of them out"
+            )
         # Only where they have an effect: published files have values for features that they do not use.
         if self.enable_incremental_update:
             self._check_incremental()
@@ -230,4 +243,11 @@ class GlobalConfig(Section):
                 f"embedding_parameter_server_config.storage.kind={show(storage.kind)} with "
                 f"job_type={show(self.common_config.job_type)}: servers of an inference job keep their rows "
                 "in memory; set kind: dram"
+            )
+        standbys = self.embedding_parameter_server_config.standbys
+        if self.common_config.job_type != "Train" and standbys:
+            raise ConfigError(
+                f"embedding_parameter_server_config.standbys={standbys} with "
+                f"job_type={show(self.common_config.job_type)}: servers of an inference job load a "
+                "checkpoint; leave standbys out"
             )

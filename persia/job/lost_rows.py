@@ -114,7 +114,8 @@ class RowsGuard:
             return
         if server.has_rows:
             get_default_logger().warning(
-                "%s has restarted with the rows of its storage tier: those of the last checkpoint in place",
+                "%s has replaced its predecessor, with the rows of its standby, or those that its storage "
+                "tier had at the last checkpoint in place",
                 server,
             )
             return

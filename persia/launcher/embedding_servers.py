@@ -40,6 +40,12 @@ def _server_options(*, default_port: int, embedding_config_required: bool) -> Ca
     metavar="LOCATION",
     help="Load this checkpoint and only answer lookups, without a broker: a server of an inference job.",
 )
+@option(
+    "--standby",
+    is_flag=True,
+    help="Keep a second copy of the rows of the server with this --replica-index, and replace that server "
+    "when it dies.",
+)
 @options.verify_key
 @option(
     "--pmem",

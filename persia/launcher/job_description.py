@@ -37,6 +37,15 @@ class JobDescription:
         if self.data_loader is not None:
             checked_script(self.data_loader)
 
+    @property
+    def has_standbys(self) -> bool:
+        """Whether each parameter server has a standby."""
+        from persia.config import load_global_config
+
+        if self.global_config is None:
+            return False
+        return load_global_config(self.global_config).embedding_parameter_server_config.standbys > 0
+
 
 # The fields of `JobDescription`; the argument `script_args` is each command's own.
 description_options = all_of(

@@ -24,7 +24,7 @@ from persia.launcher.job_description import JobDescription, description_options
 from persia.launcher.nats_server import NATS, start_local_nats
 from persia.launcher.options import option
 from persia.launcher.process_specs import ProcessSpecs, job_environment
-from persia.launcher.restarts import Restarts, how_it_ended, restarts_alone
+from persia.launcher.restarts import Restarts, how_it_ended, partner_of, restarts_alone
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 
@@ -63,8 +63,8 @@ class LocalJob(JobDescription):
     type=click.IntRange(min=0),
     default=0,
     help="Restarts in all. A data loader, an embedding worker or NATS that dies is started again alone; when "
-    "a rank or a parameter server dies, the whole job is. A script with TrainCtx(recovery=...) continues "
-    "after its newest checkpoint.",
+    "a rank or a parameter server without a standby dies, the whole job is. A script with "
+    "TrainCtx(recovery=...) continues after its newest checkpoint.",
 )
 @click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
 def command(**given: Any) -> None:
@@ -133,6 +133,9 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> list[ProcessS
     made = [
         specs.server(role, index, replicas) for role, replicas in servers.items() for index in range(replicas)
     ]
+    if job.has_standbys:
+        role, replicas = EMBEDDING_PARAMETER_SERVER, job.parameter_servers
+        made += [specs.server(role, index, replicas, standby=True) for index in range(replicas)]
     if job.data_loader is not None:
         for index in range(job.data_loaders):
             made.append(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
@@ -172,9 +175,15 @@ def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | N
         # One of those that were restarted together, or will be.
         if ended is None or ended not in supervisor.processes or restarts.is_waiting(ended.name):
             continue
-        if restarts_alone(ended) and not restarts.exhausted:
-            restarts.add(ended, [ended.spec], _tell)
-            continue
+        others = {process.name: process for process in supervisor.processes}
+        partner = others.get(partner_of(ended.name))
+        if restarts_alone(ended, partner):
+            if not restarts.exhausted:
+                restarts.add(ended, [ended.spec], _tell)
+                continue
+            if partner is not None:
+                _tell(f"{ended.name} {how_it_ended(ended)}; {partner.name} continues without a standby")
+                continue
         if ended.name == NN_WORKER and ended.exit_code == 0:
             return None
         # A loader may have sent everything. A server has no reason to end before the training.

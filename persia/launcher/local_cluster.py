@@ -13,7 +13,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from persia.config import (
     load_embedding_config,
@@ -33,6 +33,7 @@ from persia.security.secret import TRAINER
 from persia.utils import dump_yaml
 from persia.waiting import Attempts
 
+_T = TypeVar("_T")
 _Config = str | os.PathLike[str] | Mapping[str, Any]
 
 _PROBE_S = 0.2
@@ -93,7 +94,8 @@ class LocalCluster:
         Raises ConfigError here rather than in a server, whose output would have to be searched for it.
         """
         _check(embedding_config, parse_embedding_config, load_embedding_config)
-        _check(global_config or {}, parse_global_config, load_global_config)
+        loaded = _check(global_config or {}, parse_global_config, load_global_config)
+        self._has_standbys = loaded.embedding_parameter_server_config.standbys > 0
         # Written to files when the cluster starts: processes read them as those of production do.
         self._configs = {"embedding_config": embedding_config, "global_config": global_config or {}}
         self._num_replicas = {
@@ -211,6 +213,8 @@ class LocalCluster:
             for index in range(replicas):
                 spec = self._specs.server(role, index, replicas)
                 servers[role, index] = self._supervisor.start(spec)
+                if role == EMBEDDING_PARAMETER_SERVER and self._has_standbys:
+                    self._supervisor.start(self._specs.server(role, index, replicas, standby=True))
         # After the servers are started, which connect by themselves: the cluster is ready sooner.
         self._session = stack.enter_context(NatsSession(self.nats_url, self._job_name, name="local-cluster"))
         self._session.connect(self._start_deadline_s)
@@ -268,7 +272,5 @@ def _check_tls(extra: Mapping[str, str]) -> None:
         )
 
 
-def _check(
-    config: _Config, parse: Callable[[Mapping[str, Any]], object], load: Callable[[str], object]
-) -> None:
-    parse(config) if isinstance(config, Mapping) else load(os.fspath(config))
+def _check(config: _Config, parse: Callable[[Mapping[str, Any]], _T], load: Callable[[str], _T]) -> _T:
+    return parse(config) if isinstance(config, Mapping) else load(os.fspath(config))

@@ -34,6 +34,9 @@ def job_environment(*, nats_url: str, job_name: str, extra: Mapping[str, str]) -
     return {**inherited, **own, **extra}
 
 
+STANDBY = "-standby"  # ends the name of the process
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpecs:
     """Builds the specs of one job's processes."""
@@ -43,10 +46,11 @@ class ProcessSpecs:
     global_config: str | None = None  # None: the defaults
     launcher: Sequence[str] = field(default=(sys.executable, "-m", "persia.launcher"))
 
-    def server(self, role: str, index: int | str, replicas: int) -> ProcessSpec:
+    def server(self, role: str, index: int | str, replicas: int, *, standby: bool = False) -> ProcessSpec:
         """A parameter server or an embedding worker. Workers stop first: they return gradients to servers.
 
-        `index` may be a word that the caller replaces, if one spec is for all replicas.
+        `index` may be a word that the caller replaces, if one spec is for all replicas. `standby`: the
+        standby of a parameter server, named "embedding-parameter-server-0-standby".
         """
         command = (
             *self.launcher,
@@ -55,10 +59,12 @@ class ProcessSpecs:
             f"--replica-index={index}",
             f"--replica-size={replicas}",
             f"--embedding-config={self.embedding_config}",
+            *(("--standby",) if standby else ()),
             *(() if self.global_config is None else (f"--global-config={self.global_config}",)),
         )
         stop_stage = 1 if role == EMBEDDING_PARAMETER_SERVER else 0
-        return ProcessSpec(name=f"{role}-{index}", command=command, env=self.env, stop_stage=stop_stage)
+        name = f"{role}-{index}{STANDBY if standby else ''}"
+        return ProcessSpec(name=name, command=command, env=self.env, stop_stage=stop_stage)
 
     def data_loader(
         self,

@@ -4,7 +4,8 @@ Pure: decides, and starts nothing. A data loader, an embedding worker and the NA
 ranks know what they have of each loader, register the batches of a dead worker again, and all processes
 connect to NATS again. When a rank or a server dies, the whole job but NATS is started again: nothing of the
 old ranks and embedding workers may reach the rows that the new ranks load, and a restarted server needs them
-from a checkpoint.
+from a checkpoint. A parameter server whose standby runs, or a standby, is restarted alone: it becomes the
+standby of the other one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from persia.launcher.nats_server import NATS
+from persia.launcher.process_specs import STANDBY
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec
-from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 
-__all__ = ["Restarts", "how_it_ended", "restarts_alone"]
+__all__ = ["Restarts", "how_it_ended", "partner_of", "restarts_alone"]
 
 # A job that dies so soon after a restart will probably die again. More than its start takes: a shorter time
 # would never pause a job that always fails right after it.
@@ -87,12 +89,22 @@ class Restarts:
         return f"restarts: {self.count} of {self._limit} ({names})"
 
 
-def restarts_alone(ended: ManagedProcess) -> bool:
-    """Whether the others may continue. A loader that raised has told the ranks, which end with its error."""
+def restarts_alone(ended: ManagedProcess, partner: ManagedProcess | None) -> bool:
+    """Whether the others may continue. A loader that raised has told the ranks, which end with its error.
+
+    `partner`: the other one of a parameter server and its standby.
+    """
+    if ended.name.startswith(f"{EMBEDDING_PARAMETER_SERVER}-"):
+        return partner is not None and partner.exit_code is None
     was_killed = ended.exit_code is not None and ended.exit_code < 0
     return ended.name == NATS or (
         ended.name.startswith(("data-loader-", f"{EMBEDDING_WORKER}-")) and was_killed
     )
+
+
+def partner_of(name: str) -> str:
+    """The name of a parameter server's standby, or the other way round."""
+    return name.removesuffix(STANDBY) if name.endswith(STANDBY) else name + STANDBY
 
 
 def how_it_ended(process: ManagedProcess) -> str:

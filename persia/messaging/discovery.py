@@ -71,7 +71,9 @@ class ServiceInfo(JsonMessage):
     schema: str = ""  # hash of the embedding config; empty when it has none
     pid: Count = 0
     status_address: str = ""  # "host:port" of its HTTP port with metrics and status; empty when it has none
-    has_rows: StrictBool = False  # a parameter server that began with the rows of its storage tier
+    has_rows: StrictBool = False  # a parameter server that began with the rows of its predecessor
+    # Of a parameter server with standbys, 0 of others: the one with the highest is the server of its index.
+    term: Count = 0
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
@@ -124,8 +126,10 @@ class ServiceEvent(JsonMessage):
 class Advertiser:
     """Advertises this process as a service: joined at the start, answers to who, left at the end."""
 
-    def __init__(self, session: Session, info: ServiceInfo) -> None:
+    def __init__(self, session: Session, info: ServiceInfo, *, replaces: int = 0) -> None:
+        """`replaces`: the incarnation of a predecessor, which may still answer when it wakes."""
         self.info = info
+        self._replaces = replaces
         self._session = session
         self._payload = info.encode()
         self._is_accepted = False
@@ -150,6 +154,10 @@ class Advertiser:
         self._is_accepted = True
         # What was on its way when the broker went away is lost: peers may have missed the first message.
         self._registrations.append(self._session.on_reconnect(lambda: self._publish(EventKind.JOINED)))
+        self._publish(EventKind.JOINED)
+
+    def publish_again(self) -> None:
+        """Says again that this service has joined, after another one has said so for its index."""
         self._publish(EventKind.JOINED)
 
     def set_replicas(self, replicas: int) -> None:
@@ -185,7 +193,8 @@ class Advertiser:
 
     def _check_conflicts(self) -> None:
         for other in _who(self._session, self.info.role, _CONFLICT_WINDOW_S, asker=self._payload):
-            if other.incarnation == self.info.incarnation:  # this process itself, which listens already
+            # This process itself, which listens already, or a predecessor, which answers nobody any more.
+            if other.incarnation in (self.info.incarnation, self._replaces):
                 continue
             if other.index == self.info.index:
                 raise FailedPreconditionError(
@@ -260,6 +269,9 @@ class _Search:
 
     def accept(self, info: ServiceInfo) -> bool:
         """Takes an answer; says whether all have answered."""
+        known = self._found.get(info.index)
+        if known is not None and known[1].term > info.term:  # a server that was replaced, and wakes
+            return self._is_complete()
         self._found[info.index] = (time.monotonic(), info)
         return self._is_complete()
 
@@ -309,6 +321,7 @@ class _Watch(Registration):
         self._callback = callback
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
+        self._terms: dict[int, int] = {}
         subscription = session.subscribe(session.subjects.advertise(role), self._on_event)
         reconnection = session.on_reconnect(lambda: self._ask(session, role))
 
@@ -339,6 +352,10 @@ class _Watch(Registration):
         info = event.info
         with self._lock:
             if event.kind is EventKind.JOINED:
+                # One that was replaced while it was cut off says that it has joined when it returns.
+                if info.term < self._terms.get(info.index, 0):
+                    return
+                self._terms[info.index] = info.term
                 # Seen already: after a reconnect services are asked, and each also publishes that it joined.
                 if self._incarnations.get(info.index) == info.incarnation:
                     return

@@ -23,6 +23,7 @@ _JOB = "persia.*"
 _IDS, _BATCHES, _ENDS = f"{_JOB}.ids.*", f"{_JOB}.batch.*", f"{_JOB}.end.*"
 _POSITIONS, _TAKEN = f"{_JOB}.position.*", f"{_JOB}.taken.*"
 _CHECKPOINTS, _TRAINING_DUMP = f"{_JOB}.checkpoint.*", f"{_JOB}.checkpoint.training"
+_REPLICAS = f"{_JOB}.replica.*.*"
 # A replica answers within the deadline of the request; the broker forgets a question after this time.
 _REPLY_WITHIN = "10m"
 
@@ -49,7 +50,7 @@ _PUBLISH: Mapping[str, list[str]] = {
     ],
     LOADER: [*_advertise(DATA_LOADER), _IDS, _BATCHES, _ENDS, _POSITIONS],
     WORKER: _advertise(EMBEDDING_WORKER),
-    SERVER: _advertise(EMBEDDING_PARAMETER_SERVER),
+    SERVER: [*_advertise(EMBEDDING_PARAMETER_SERVER), _REPLICAS],
     INFERENCE: _advertise(SERVING),
     MONITOR: [],
     ADMIN: [_CHECKPOINTS],
@@ -67,7 +68,12 @@ _SUBSCRIBE: Mapping[str, list[str]] = {
     ],
     LOADER: [*_who(DATA_LOADER), *_advertise(NN_WORKER, EMBEDDING_WORKER)],
     WORKER: [*_who(EMBEDDING_WORKER), *_advertise(EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER), _IDS],
-    SERVER: [*_who(EMBEDDING_PARAMETER_SERVER), _CHECKPOINTS],
+    SERVER: [
+        *_who(EMBEDDING_PARAMETER_SERVER),
+        *_advertise(EMBEDDING_PARAMETER_SERVER),
+        _CHECKPOINTS,
+        _REPLICAS,
+    ],
     INFERENCE: _who(SERVING),
     MONITOR: _advertise("*"),  # `persia-launcher status --watch` follows the job
     ADMIN: [],

@@ -33,7 +33,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.client import NatsClient, PlainBrokerError
 from persia.messaging.daemon_pool import DaemonPool
-from persia.messaging.interface import Handler, Registration
+from persia.messaging.interface import Handler, NoListenerError, Registration
 from persia.messaging.loop_thread import CALL_MARGIN_S, LoopThread
 from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
@@ -128,10 +128,15 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         """False while the broker is away: no request can be answered then."""
         return bool(self._client.is_connected)
 
+    @property
+    def num_reconnects(self) -> int:
+        """How often a lost connection was restored."""
+        return int(self._client.stats["reconnects"])
+
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Sends `payload` and returns the reply.
 
-        Raises `UnavailableError` when `subject` has no listener or the connection is lost,
+        Raises `NoListenerError` when `subject` has none, `UnavailableError` when the connection is lost,
         `DeadlineExceededError` when no reply came in `timeout_s`, and the error of the peer's handler when it
         raised a `PersiaError`.
         """
@@ -272,7 +277,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             with self._ended_by_disconnect(subject, request=subject):
                 message = await self._client.request(subject, payload, timeout=timeout_s)
         except NoRespondersError:
-            raise UnavailableError(
+            raise NoListenerError(
                 f"no listener on {subject}: its service has not started, or has ended"
             ) from None
         except (NatsTimeoutError, asyncio.TimeoutError):

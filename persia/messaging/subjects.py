@@ -77,6 +77,10 @@ class Subjects:
         """Dumps and loads of a parameter server."""
         return f"{self._prefix}.checkpoint.{_checked_index(server_index)}"
 
+    def replica(self, server_index: int, incarnation: str) -> str:
+        """One of the processes of a parameter server with standbys, or "all" of them."""
+        return f"{self._prefix}.replica.{_checked_index(server_index)}.{incarnation}"
+
     @property
     def training_dump(self) -> str:
         """Dumps of dense part and rows, by rank 0."""

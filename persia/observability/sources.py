@@ -59,6 +59,7 @@ class ParameterServerSource(Source):
     checkpoints: CheckpointLog | None = None  # None: it takes none
     following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
     tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
+    standby: Callable[[], Mapping[str, Any]] | None = None  # set where servers have standbys
     role = EMBEDDING_PARAMETER_SERVER
 
     def status(self) -> dict[str, Any]:
@@ -70,6 +71,8 @@ class ParameterServerSource(Source):
             values["following"] = self.following()
         if self.tier is not None:
             values["tier"] = self.tier()
+        if self.standby is not None:
+            values["standby"] = self.standby()
         return values
 
     def configured(self) -> bool:

@@ -197,5 +197,5 @@ class ServerLinks:
         self._worker.set_server(server.index, server.address)
         self._incarnations[server.index] = server.incarnation
         if known is not None:
-            kept = "with the rows of its storage tier" if server.has_rows else "without the rows that it held"
+            kept = "with rows of its predecessor" if server.has_rows else "without the rows that it held"
             get_default_logger().error("%s has restarted %s", server, kept)

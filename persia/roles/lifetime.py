@@ -38,6 +38,7 @@ class ServerOptions:
     health_port: int | None = None  # of the gRPC health service; None: there is none
     # Of an inference job; they win over the global config's `infer_config`.
     checkpoint: str | None = None  # a parameter server: what it loads
+    standby: bool = False  # a parameter server: replaces the server of this index when that dies
     pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
 
@@ -88,6 +89,11 @@ def _request_stop(_number: int, _frame: object) -> None:
     raise _StopRequested
 
 
+def address_of(options: ServerOptions, port: int) -> str:
+    """Where other processes of the job reach a server that listens on `port`."""
+    return f"{env.get_advertise_host(options.host)}:{port}"
+
+
 @contextlib.contextmanager
 def connected(nats_url: str, name: str, role: str) -> Iterator[NatsSession]:
     """A session with the broker as `role` of persia.security, waiting for the broker to be there."""
@@ -109,6 +115,8 @@ def advertised(
     subscribe: Callable[[], Registration],
     slot_modes: tuple[str, ...] = (),
     has_rows: bool = False,
+    term: int = 0,
+    replaces: int = 0,
 ) -> Iterator[Advertiser]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests.
 
@@ -121,14 +129,15 @@ def advertised(
         index=options.replica_index,
         replicas=options.replica_size,
         incarnation=incarnation,
-        address=f"{env.get_advertise_host(options.host)}:{port}",
+        address=address_of(options, port),
         schema=schema,
         pid=os.getpid(),
         status_address=observer.address,
         slot_modes=slot_modes,
         has_rows=has_rows,
+        term=term,
     )
-    advertiser = Advertiser(session, info)
+    advertiser = Advertiser(session, info, replaces=replaces)
     with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event
 
         def admitted() -> None:

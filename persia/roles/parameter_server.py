@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING
 
 from persia import env
 from persia.checkpoint.server_job import ServerShare, dump_percent
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
+from persia.errors import ConfigError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.observability.sources import ParameterServerSource
@@ -19,12 +20,15 @@ from persia.roles import inference
 from persia.roles.lifetime import (
     DRAIN_S,
     ServerOptions,
+    address_of,
     advertised,
     connected,
     observed,
     stopped_by_signals,
     wait_for_stop,
 )
+from persia.roles.replica import Replica, config_hash, starts_as_standby
+from persia.roles.standby import Pair
 from persia.security import install
 from persia.security.secret import SERVER
 from persia.storage.schema import RowSchema
@@ -32,6 +36,9 @@ from persia.tiers.server_tier import ServerTier
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
+
+_THREADS = 2
+_REPLICATING_THREADS = 8  # most of them wait for the standby
 
 
 def run_parameter_server(options: ServerOptions) -> None:
@@ -46,41 +53,75 @@ def run_parameter_server(options: ServerOptions) -> None:
             _serve_checkpoint(stack, options, config, slots)
             wait_for_stop()
         return
+    if options.standby and not config.embedding_parameter_server_config.standbys:
+        raise ConfigError("--standby needs embedding_parameter_server_config.standbys: 1")
     nats_url = env.require_nats_url()
-    with stopped_by_signals(name), ExitStack() as stack:
+    with stopped_by_signals(name):
+        # A standby that its primary has released becomes one again, with a new copy.
+        while not _serve_training(nats_url, name, options, config, slots):
+            get_default_logger().info("%s: released, and starts again", name)
+
+
+def _serve_training(
+    nats_url: str, name: str, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
+) -> bool:
+    """Returns False if it was a standby and was released; otherwise a signal ends it."""
+    section = config.embedding_parameter_server_config
+    with ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
-        server = _make_server(options, config, tier)
+        session = None
+        is_standby = options.standby
+        if section.standbys:
+            session = stack.enter_context(connected(nats_url, name, SERVER))
+            is_standby = is_standby or starts_as_standby(session, options.replica_index)
+        server = _make_server(options, config, tier, is_standby=is_standby)
         if tier is not None:
             tier.attach(server.store)
         port = server.start(options.host, options.port)
         stack.callback(server.stop, DRAIN_S)
         # At once: to connect may take long, and who knows this address of before may begin to update.
         changes = ServerChanges.of(server.store, IncrementalSettings.of(config))
-        session = stack.enter_context(connected(nats_url, name, SERVER))
+        session = session or stack.enter_context(connected(nats_url, name, SERVER))
         share = _share(server, options, config, slots, tier)
         source = ParameterServerSource(server, options.replica_index, options.replica_size, share.log)
         if tier is not None:
             source.tier = tier.status
         observer = stack.enter_context(observed(source, session, options, config))
-        checkpoints = CheckpointService(share, changes)
-        stack.callback(checkpoints.close)
-        stack.enter_context(
+        checkpoints = stack.enter_context(closing(CheckpointService(share, changes)))
+        schema = "" if slots is None else slots.schema_hash()
+        pair = None
+        if section.standbys:
+            replica = Replica(session, server, options.replica_index, address_of(options, port))
+            stack.callback(replica.close)
+            pair = Pair(replica, config_hash(section, options.replica_size, schema), section)
+            source.standby = pair.status
+            if is_standby and not pair.follow(is_forced=options.standby):
+                return False
+            pair.lead(checkpoints)
+            stack.callback(pair.close)
+        advertiser = stack.enter_context(
             advertised(
                 session,
                 EMBEDDING_PARAMETER_SERVER,
                 options,
                 incarnation=server.incarnation,
                 port=port,
-                schema="" if slots is None else slots.schema_hash(),
+                schema=schema,
                 observer=observer,
-                has_rows=tier is not None and server.stats()["num_rows"] > 0,
+                has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
+                term=0 if pair is None else pair.term,
+                replaces=0 if pair is None else pair.replaces,
                 subscribe=lambda: session.respond(
-                    session.subjects.checkpoint(options.replica_index), checkpoints.handle
+                    session.subjects.checkpoint(options.replica_index),
+                    checkpoints.handle if pair is None else pair.handle_checkpoint,
                 ),
             )
         )
+        if pair is not None:
+            pair.start(advertiser)
         wait_for_stop()
+    return True
 
 
 def _serve_checkpoint(
@@ -150,7 +191,11 @@ def _open_tier(
 
 
 def _make_server(
-    options: ServerOptions, config: GlobalConfig, tier: ServerTier | None = None
+    options: ServerOptions,
+    config: GlobalConfig,
+    tier: ServerTier | None = None,
+    *,
+    is_standby: bool = False,
 ) -> ParameterServer:
     from persia._native import ParameterServer
 
@@ -165,6 +210,9 @@ def _make_server(
         # The options only: the tier itself attaches to the store once the server has made it.
         tier=None if tier is None else tier.tier_options,
         row_dtype=section.row_dtype,
+        standby_deadline_s=section.standby_deadline_sec if section.standbys else 0.0,
+        is_standby=is_standby,
+        num_handler_threads=_REPLICATING_THREADS if section.standbys else _THREADS,
     )
 
 

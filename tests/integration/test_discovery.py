@@ -223,3 +223,21 @@ def test_what_a_service_says_of_another_role_is_ignored(make_session, log):
     Advertiser(session, replace(forged, role=DATA_LOADER)).start()
     assert [event.info.role for event in events.wait_for(1)] == [DATA_LOADER]
     assert "which answered for data-loader" in log.text
+
+
+def test_a_server_that_was_replaced_is_not_believed_when_it_returns(make_session):
+    replaced, successor = info(0, 1, 1, term=5), info(0, 1, 2, term=6)
+    old = Advertiser(make_session("replaced"), replaced)
+    old.start()
+    watched = Events()
+    directory = Directory(make_session("caller"))
+    directory.watch(SERVER, watched)
+    with pytest.raises(FailedPreconditionError, match="is running already"):
+        Advertiser(make_session("a stranger"), successor).start()
+    Advertiser(make_session("successor"), successor, replaces=1).start()
+    assert [event.info for event in watched.wait_for(1)] == [successor]
+    old.publish_again()
+    Advertiser(make_session("later"), info(0, 1, 3, term=7), replaces=2)._publish(EventKind.JOINED)
+    assert [event.info.term for event in watched.wait_for(2)] == [6, 7]
+    # Both answer now.
+    assert directory.wait_for(SERVER, DEADLINE_S)[0].term in (5, 6)

@@ -43,7 +43,7 @@ PUBLISH = {
     | {"end.0", "position.0", "taken.0", "checkpoint.0", "checkpoint.training"},
     LOADER: {"advertise.data-loader", "ids.0", "batch.0", "end.0", "position.0"},
     WORKER: {"advertise.embedding-worker"},
-    SERVER: {"advertise.embedding-parameter-server"},
+    SERVER: {"advertise.embedding-parameter-server", "replica.0.all"},
     INFERENCE: {"advertise.serving"},
     MONITOR: set(),
     ADMIN: {"checkpoint.0", "checkpoint.training"},
@@ -55,7 +55,8 @@ SUBSCRIBE = {
     LOADER: {"who.data-loader", "advertise.nn-worker", "advertise.embedding-worker"},
     WORKER: {"who.embedding-worker", "advertise.embedding-worker", "ids.0"}
     | {"advertise.embedding-parameter-server"},
-    SERVER: {"who.embedding-parameter-server", "checkpoint.0"},
+    SERVER: {"who.embedding-parameter-server", "checkpoint.0", "replica.0.all"}
+    | {"advertise.embedding-parameter-server"},
     INFERENCE: {"who.serving"},
     MONITOR: {f"advertise.{service}" for service in SERVICES},
     ADMIN: set(),
@@ -64,6 +65,7 @@ SUBJECTS = [
     *WHO,
     *(f"advertise.{service}" for service in SERVICES),
     *("ids.0", "batch.0", "end.0", "position.0", "taken.0", "checkpoint.0", "checkpoint.training", "other"),
+    "replica.0.all",
 ]
 
 

@@ -109,6 +109,40 @@ StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> b
   return ConfigureRequest{std::move(config), replace == 1};
 }
 
+Segments ReplicateRequest::Encode() && {
+  ByteWriter head;
+  head.Put(primary);
+  head.Put(standby);
+  head.Put(kind);
+  head.Put(method);
+  head.Put(number);
+  Segments segments;
+  segments.AddOwned(head.Release());
+  segments.AddView(body);
+  return segments;
+}
+
+StatusOr<ReplicateRequest> ReplicateRequest::Decode(std::span<const std::byte> body) {
+  ByteReader reader(body);
+  ReplicateRequest request;
+  request.primary = reader.Get<uint64_t>();
+  request.standby = reader.Get<uint64_t>();
+  const auto kind = reader.Get<uint32_t>();
+  request.method = reader.Get<uint32_t>();
+  request.number = reader.Get<uint64_t>();
+  if (!reader.ok()) return Truncated(body.size());
+  if (kind > static_cast<uint32_t>(ReplicateKind::kCopyEnd)) {
+    return InvalidArgument("kind is " + std::to_string(kind) + "; it must be below 6");
+  }
+  if (request.method > 255) {
+    return InvalidArgument("method is " + std::to_string(request.method) +
+                           "; it must be below 256");
+  }
+  request.kind = static_cast<ReplicateKind>(kind);
+  request.body = body.last(reader.remaining());
+  return request;
+}
+
 Segments LookupRowsRequest::Encode() && {
   ByteWriter head;
   head.Put(uint32_t{train ? 0u : 1u});

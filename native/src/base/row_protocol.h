@@ -152,6 +152,32 @@ struct ServerLoad {
 };
 static_assert(sizeof(ServerLoad) == 32);
 
+// What a primary sends to its standby (server/standby_link.h).
+enum class ReplicateKind : uint32_t {
+  kOperation = 0,  // the body of a request of `method`, which the primary has applied
+  kHeartbeat = 1,  // no body
+  // The copy of the primary's rows, in this order: its config (none where it has none), any number
+  // of chunks of checkpoint blocks, the updates that it recognises, and the end.
+  kCopyConfig = 2,
+  kCopyRows = 3,
+  kCopyUpdates = 4,
+  kCopyEnd = 5,
+};
+
+// Names both ends by their incarnations: a server that was replaced, or one that believes in
+// another standby, is refused.
+struct ReplicateRequest {
+  uint64_t primary = 0;
+  uint64_t standby = 0;
+  ReplicateKind kind = ReplicateKind::kOperation;
+  uint32_t method = 0;
+  uint64_t number = 0;  // of an operation, from 0 without gaps since the standby was attached
+  std::span<const std::byte> body;
+
+  Segments Encode() &&;
+  static StatusOr<ReplicateRequest> Decode(std::span<const std::byte> body);
+};
+
 // Numbers 1 and 20 were methods of earlier versions.
 // A number is never used again, and a method never changes its messages without the frame's
 // version: servers answer what they do not know with kInvalidArgument.
@@ -177,5 +203,7 @@ inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchR
 // Visits each shard in turn, as CountRows does: for a status page, not for each batch.
 inline constexpr Method<Empty, ServerLoad> kMeasureLoad{
     {24, "MeasureLoad", {Role::kWorker, Role::kMonitor, Role::kAdmin}}};
+// From a primary to its standby alone.
+inline constexpr Method<ReplicateRequest, Empty> kReplicate{{25, "Replicate", {Role::kServer}}};
 
 }  // namespace persia

@@ -3,6 +3,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -22,11 +24,10 @@ using server::ParameterServer;
 
 // With a tier this recovers the rows of its file, which may take minutes: the GIL is free
 // meanwhile.
-std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t replica_size,
-                                            uint64_t capacity, uint32_t num_internal_shards,
-                                            uint32_t num_handler_threads, bool read_only,
-                                            const std::optional<store::TierOptions>& tier,
-                                            const std::string& row_dtype) {
+std::unique_ptr<ParameterServer> MakeServer(
+    uint32_t replica_index, uint32_t replica_size, uint64_t capacity, uint32_t num_internal_shards,
+    uint32_t num_handler_threads, bool read_only, const std::optional<store::TierOptions>& tier,
+    const std::string& row_dtype, std::chrono::milliseconds standby_deadline, bool is_standby) {
   const ParameterServer::Options options{
       .replica_index = replica_index,
       .replica_size = replica_size,
@@ -35,8 +36,71 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                 .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
       .tier = tier,
       .rpc = {.num_handler_threads = num_handler_threads},
-      .read_only = read_only};
+      .read_only = read_only,
+      .standby_deadline = standby_deadline,
+      .is_standby = is_standby};
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
+}
+
+// By StandbyLink::State and OperationLog::State.
+constexpr std::array kLinkNames = {"alone", "replicating", "broken", "fenced"};
+constexpr std::array kLogNames = {"following", "taken over", "renounced", "unfit"};
+
+server::StandbyLink& LinkOf(ParameterServer& self) {
+  if (self.standby() != nullptr) return *self.standby();
+  throw py::value_error("the server was made without standby_deadline_s");
+}
+
+server::OperationLog& LogOf(ParameterServer& self) {
+  if (self.log() != nullptr) return *self.log();
+  throw py::value_error("the server was made without is_standby");
+}
+
+std::string ReplicationOf(ParameterServer& self) {
+  const server::StandbyLink& link = LinkOf(self);
+  const auto state = link.state();
+  if (state != server::StandbyLink::State::kReplicating) return kLinkNames[size_t(state)];
+  if (!link.CheckServes().ok()) return "stalled";
+  return link.is_copying() ? "copying" : kLinkNames[size_t(state)];
+}
+
+// The primary's end of the replication, then the standby's.
+template <typename Role>
+void DefineReplication(Role& role) {
+  role.def(
+          "attach_standby",
+          [](ParameterServer& self, const std::string& address, uint64_t incarnation) {
+            server::StandbyLink& link = LinkOf(self);
+            RaiseIfError(WithoutGil([&] { return link.Attach(address, incarnation); }));
+          },
+          py::arg("address"), py::arg("incarnation"))
+      .def("release_standby",
+           [](ParameterServer& self) {
+             server::StandbyLink& link = LinkOf(self);
+             WithoutGil([&] { link.Release(); });
+           })
+      .def(
+          "fence",
+          [](ParameterServer& self, const std::string& reason) {
+            server::StandbyLink& link = LinkOf(self);
+            WithoutGil([&] { link.Fence(reason); });
+          },
+          py::arg("reason"))
+      .def_property_readonly("replication", &ReplicationOf)
+      .def(
+          "follow", [](ParameterServer& self, uint64_t primary) { LogOf(self).Follow(primary); },
+          py::arg("primary"))
+      .def("take_over", Blocking(&ParameterServer::TakeOver), py::arg("primary_has_ended"))
+      .def("renounce", [](ParameterServer& self) { return LogOf(self).Renounce(); })
+      .def_property_readonly(
+          "standby_state",
+          [](ParameterServer& self) { return kLogNames[size_t(LogOf(self).state())]; })
+      .def_property_readonly("standby_failure",
+                             [](ParameterServer& self) { return LogOf(self).failure().message(); })
+      .def_property_readonly("silent_for_s",
+                             [](ParameterServer& self) { return LogOf(self).silent_for().count(); })
+      .def_property_readonly("has_copy",
+                             [](ParameterServer& self) { return LogOf(self).has_copy(); });
 }
 
 }  // namespace
@@ -47,12 +111,14 @@ void BindParameterServer(py::module_& module) {
   role.def(py::init(&MakeServer), py::kw_only(), py::arg("replica_index"), py::arg("replica_size"),
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
            py::arg("read_only") = false, py::arg("tier") = py::none(),
-           py::arg("row_dtype") = "float32")
+           py::arg("row_dtype") = "float32", py::arg("standby_deadline_s") = 0.0,
+           py::arg("is_standby") = false)
       .def("start", Blocking(&ParameterServer::Start), py::arg("host"), py::arg("port"))
       .def("mark_loaded", &ParameterServer::MarkLoaded)
       .def("stop", Blocking(&ParameterServer::Stop), py::arg("timeout_s") = 10.0)
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });
+  DefineReplication(role);
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });
   // A dump names each file by the server's place, so the store is bound together with it.
   DefineStore(role, [](ParameterServer& self) {

@@ -1,5 +1,7 @@
 #include "server/parameter_server.h"
 
+#include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -72,14 +74,20 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
 
 ParameterServer::ParameterServer(const Options& options,
                                  std::unique_ptr<store::EmbeddingStore> rows)
-    : options_(options), store_(std::move(rows)), rpc_(options.rpc) {
+    : options_(options),
+      store_(std::move(rows)),
+      is_standby_(options.is_standby),
+      standby_(MakeLink()),
+      log_(options.is_standby ? MakeLog() : nullptr),
+      rpc_(options.rpc) {
   // Each method is described by its Method; what is written here is only what it does.
   Register(kConfigureServer, Access::kChangesRows,
            [this](const ConfigureRequest& request, const CallContext&) {
+             PERSIA_RETURN_IF_ERROR(CheckReplicable(request.config));
              return store_->Configure(request.config, request.replace);
            });
   Register(
-      kLookupRows, Access::kReads,
+      kLookupRows, Access::kReadsOrInserts,
       [this](const LookupRowsRequest& request, const CallContext&) -> StatusOr<ServerRows> {
         // A small request can ask for a huge reply: the limit holds before it is allocated.
         const uint64_t num_floats = request.blocks.num_floats();
@@ -107,6 +115,13 @@ ParameterServer::ParameterServer(const Options& options,
              store_->tier().Prefetch(signs);  // of more signs than fit, the store drops the rest
              return StatusOr(PrefetchRowsReply{store_->tier().WantsPrefetch() ? 1u : 0u});
            });
+  rpc_.Handle(kReplicate,
+              net::MakeHandler(
+                  kReplicate,
+                  [this](const ReplicateRequest& request, const CallContext& context) -> Status {
+                    if (log_ == nullptr) return FailedPrecondition("this server is no standby");
+                    return log_->Take(request, context.deadline);
+                  }));
   Register(kMeasureLoad, Access::kReads, [this](const Empty&, const CallContext&) {
     const store::StoreStats stats = store_->stats();
     return StatusOr(ServerLoad{stats.num_rows, stats.memory_bytes, num_looked_up_rows_.value(),
@@ -119,17 +134,85 @@ template <typename Request, typename Reply, typename Function>
 void ParameterServer::Register(const Method<Request, Reply>& method, Access access, Function handle,
                                DurationStats* decoding) {
   auto handler = net::MakeHandler(method, std::move(handle), decoding);
+  if (access != Access::kReads) operations_[method.number] = handler;
   // `method` and `access` are captured by value: they live as long as the handler.
   rpc_.Handle(method,
               [this, method, access, handler = std::move(handler)](
                   const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
                 PERSIA_RETURN_IF_ERROR(CheckAllowed(method, access));
-                return handler(body, context);
+                if (standby_ == nullptr) return handler(body, context);
+                PERSIA_RETURN_IF_ERROR(standby_->CheckServes());
+                if (!Changes(access, body)) return handler(body, context);
+                return standby_->Run(method, body, [&] { return handler(body, context); });
               });
+}
+
+// Whether the request changes the store. A lookup says so itself.
+bool ParameterServer::Changes(Access access, const Buffer& body) {
+  if (access != Access::kReadsOrInserts) return access == Access::kChangesRows;
+  const auto lookup = DecodeMessage<LookupRowsRequest>(body.span());
+  return lookup.ok() && lookup.value().train;
+}
+
+std::unique_ptr<StandbyLink> ParameterServer::MakeLink() {
+  if (options_.standby_deadline.count() == 0) return nullptr;
+  const StandbyLink::Options link{
+      .incarnation = incarnation_,
+      .deadline = options_.standby_deadline,
+      // Two handler threads are left for requests that change nothing.
+      .max_waiting = std::max(3u, options_.rpc.num_handler_threads) - 2};
+  return std::make_unique<StandbyLink>(link, [this] { return RowCopy::Begin(*store_, updates_); });
+}
+
+std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
+  // The primary sends what it has applied. The reply is of no use here.
+  const auto apply = [this](uint8_t method, const Buffer& body) {
+    const auto operation = operations_.find(method);
+    if (operation == operations_.end()) {
+      return FailedPrecondition("no operation has the method " + std::to_string(method));
+    }
+    try {
+      return operation->second(body, CallContext{net::Clock::time_point::max()}).status();
+    } catch (const std::exception& error) {
+      return Internal(error.what());
+    }
+  };
+  return std::make_unique<OperationLog>(
+      OperationLog::Options{.standby = incarnation_, .lease = LeaseOf(options_.standby_deadline)},
+      apply, [this](ReplicateKind kind, std::span<const std::byte> body) {
+        return received_.Take(kind, body);
+      });
+}
+
+Status ParameterServer::TakeOver(bool primary_has_ended) {
+  if (log_ == nullptr) return FailedPrecondition("this server is no standby");
+  PERSIA_RETURN_IF_ERROR(log_->TakeOver(primary_has_ended));
+  is_standby_ = false;
+  return Status::Ok();
+}
+
+// Repeating a lookup that the primary did not answer counts its rows twice, and clocks and
+// checkpoints are the primary's own: what depends on them would differ between the two.
+Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
+  if (standby_ == nullptr) return Status::Ok();
+  const auto check = [](const RowConfig& rows) {
+    const char* field = rows.admit_after > 1           ? "admit_after"
+                        : rows.time_to_live_sec > 0.0f ? "time_to_live_sec"
+                        : rows.min_norm > 0.0f         ? "min_norm"
+                                                       : nullptr;
+    if (field == nullptr) return Status::Ok();
+    return FailedPrecondition(std::string(field) +
+                              " is set, and parameter servers with standbys do not support it: "
+                              "leave it out, or set standbys to 0");
+  };
+  PERSIA_RETURN_IF_ERROR(check(config));
+  for (const GroupConfig& group : config.groups) PERSIA_RETURN_IF_ERROR(check(group.rows));
+  return Status::Ok();
 }
 
 // An inference server must not change: followers apply what training changed, and nothing else.
 Status ParameterServer::CheckAllowed(const MethodId& method, Access access) const {
+  if (is_standby_) return Unavailable("this parameter server is a standby");
   if (!options_.read_only) return Status::Ok();
   if (access == Access::kChangesRows) {
     return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): " +
@@ -218,8 +301,26 @@ Metrics ParameterServer::metrics() const {
   metrics.AddRatio("last_missing_ratio", "index_miss_ratio",
                    "Missing rows of the latest lookup by its rows.", last_missing_ratio_.load());
   metrics.AddFlag("configured", store_->config().has_value());
+  AddStandbyMetrics(&metrics);
   rpc_.AddMetrics(&metrics);
   return metrics;
+}
+
+void ParameterServer::AddStandbyMetrics(Metrics* metrics) const {
+  if (standby_ != nullptr) {
+    const bool replicates = standby_->state() == StandbyLink::State::kReplicating;
+    metrics->AddGauge("replicates", "persia_replicates",
+                      "1 while a standby has every change of this server, 0 without one.",
+                      replicates && !standby_->is_copying() ? 1 : 0);
+  }
+  if (log_ != nullptr) {
+    metrics->AddGauge("num_waiting_operations", "persia_standby_waiting_operations",
+                      "Operations of the primary that this standby has and has not applied.",
+                      log_->num_waiting());
+    metrics->AddGauge("is_unfit_standby", "persia_standby_unfit",
+                      "1: an operation of the primary failed at this standby, which ends.",
+                      log_->state() == OperationLog::State::kUnfit ? 1 : 0);
+  }
 }
 
 std::vector<const DurationStats*> ParameterServer::durations() const {

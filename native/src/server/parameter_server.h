@@ -16,12 +16,15 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/metrics.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "net/server.h"
+#include "server/operation_log.h"
+#include "server/standby_link.h"
 #include "server/update_deduplicator.h"
 #include "store/embedding_store.h"
 
@@ -40,6 +43,11 @@ class ParameterServer {
     // For inference: what would change rows is refused (kFailedPrecondition), and everything
     // (kUnavailable) until MarkLoaded.
     bool read_only = false;
+    // Not 0: a standby may be attached, and changes are applied one at a time, see StandbyLink.
+    std::chrono::milliseconds standby_deadline{0};
+    // Begins as the standby of another server: everything else is refused (kUnavailable) until
+    // TakeOver().
+    bool is_standby = false;
   };
 
   // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses. With a
@@ -58,6 +66,14 @@ class ParameterServer {
   // Once, when the rows of the checkpoint are there. Never taken back: a newer version is loaded
   // into another server.
   void MarkLoaded() { loaded_ = true; }
+
+  // Applies what the primary has sent, and answers from now on. Fails as OperationLog::TakeOver().
+  // For a server made with `is_standby`.
+  Status TakeOver(bool primary_has_ended);
+  // Null for a server that began as a primary.
+  OperationLog* log() { return log_.get(); }
+  // The link to this server's own standby; null without `standby_deadline`.
+  StandbyLink* standby() { return standby_.get(); }
 
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
   // The rows are copied under the locks of their shards, so no row is torn; rows of one batch may
@@ -83,14 +99,20 @@ class ParameterServer {
 
  private:
   // Whether a method may be called at a server for inference.
-  enum class Access : uint8_t { kReads, kChangesRows };
+  enum class Access : uint8_t { kReads, kReadsOrInserts, kChangesRows };
 
   ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);
 
   template <typename Request, typename Reply, typename Function>
   void Register(const Method<Request, Reply>& method, Access access, Function handle,
                 DurationStats* decoding = nullptr);
+  static bool Changes(Access access, const Buffer& body);
+  std::unique_ptr<StandbyLink> MakeLink();
+  std::unique_ptr<OperationLog> MakeLog();
+  void AddStandbyMetrics(Metrics* metrics) const;
   Status CheckAllowed(const MethodId& method, Access access) const;
+  // The config, unless a second copy of the rows could not follow it.
+  Status CheckReplicable(const TrainConfig& config) const;
   // Update(), unless the key's result is remembered. A repetition that overtakes its first request
   // waits for it until the deadline.
   StatusOr<UpdateResult> UpdateOnce(const UpdateRowsRequest& request,
@@ -127,6 +149,12 @@ class ParameterServer {
   DurationStats inference_times_{"inference lookup"};
   DurationStats update_times_{"update"};
   DurationStats set_times_{"set"};
+  // By method number: the handlers whose requests a primary sends on.
+  std::unordered_map<uint8_t, net::Handler> operations_;
+  std::atomic<bool> is_standby_;
+  RowReceiver received_{store_.get(), &updates_};  // the copy of the primary's rows
+  const std::unique_ptr<StandbyLink> standby_;     // null: requests are not sent on
+  const std::unique_ptr<OperationLog> log_;        // null: made as a primary
   net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 

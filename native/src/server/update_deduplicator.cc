@@ -42,6 +42,26 @@ StatusOr<UpdateResult> UpdateDeduplicator::Once(
   return reply;
 }
 
+// The workers used last come last, and of each the oldest update first.
+std::vector<AppliedUpdate> UpdateDeduplicator::Applied() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<AppliedUpdate> updates;
+  for (const uint64_t incarnation : recency_) {
+    const Worker& worker = workers_.at(incarnation);
+    for (const uint64_t reference : worker.order) {
+      updates.push_back({{incarnation, reference}, worker.replies.at(reference)});
+    }
+  }
+  return updates;
+}
+
+void UpdateDeduplicator::Replace(std::span<const AppliedUpdate> updates) {
+  const std::lock_guard lock(mutex_);
+  workers_.clear();
+  recency_.clear();
+  for (const AppliedUpdate& update : updates) Remember(update.key, update.result);
+}
+
 std::optional<UpdateResult> UpdateDeduplicator::Find(const BatchKey& key) {
   const auto worker = workers_.find(key.worker_incarnation);
   if (worker == workers_.end()) return std::nullopt;

@@ -14,13 +14,22 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "base/row_protocol.h"
 #include "base/status.h"
 
 namespace persia::server {
+
+// An update that was applied, with its result.
+struct AppliedUpdate {
+  BatchKey key;
+  UpdateResult result;
+};
+static_assert(sizeof(AppliedUpdate) == 40);
 
 class UpdateDeduplicator {
  public:
@@ -38,6 +47,10 @@ class UpdateDeduplicator {
   StatusOr<UpdateResult> Once(const BatchKey& key, std::chrono::steady_clock::time_point deadline,
                               const std::function<StatusOr<UpdateResult>()>& apply, bool* repeated);
 
+  // All that is remembered, in the order that Replace() needs: for a standby.
+  std::vector<AppliedUpdate> Applied() const;
+  void Replace(std::span<const AppliedUpdate> updates);
+
  private:
   // The keys of one life of an embedding worker.
   struct Worker {
@@ -52,7 +65,7 @@ class UpdateDeduplicator {
   Worker& Touch(uint64_t incarnation);
 
   const Limits limits_;
-  std::mutex mutex_;  // guards what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable applied_;
   std::set<std::pair<uint64_t, uint64_t>> applying_;  // worker incarnation, reference
   std::unordered_map<uint64_t, Worker> workers_;

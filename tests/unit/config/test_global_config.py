@@ -36,6 +36,8 @@ DEFAULTS = {
     f"{SERVER}.capacity": 1_000_000_000,
     f"{SERVER}.num_hashmap_internal_shards": 16,
     f"{SERVER}.row_dtype": "float32",
+    f"{SERVER}.standbys": 0,
+    f"{SERVER}.standby_deadline_sec": 10,
     f"{SERVER}.full_amount_manager_buffer_size": 1000,
     f"{SERVER}.enable_incremental_update": False,
     f"{SERVER}.incremental_buffer_size": 1_000_000,
@@ -61,6 +63,8 @@ LIMITS = {
     f"{WORKER}.buffered_data_expired_sec": (1, 2**32 - 1),
     f"{SERVER}.capacity": (1, 2**64 - 1),
     f"{SERVER}.num_hashmap_internal_shards": (1, 65536),
+    f"{SERVER}.standbys": (0, 1),
+    f"{SERVER}.standby_deadline_sec": (2, 3600),
     f"{SERVER}.full_amount_manager_buffer_size": (1, 2**64 - 1),
     f"{SERVER}.incremental_buffer_size": (1, 2**64 - 1),
     f"{SERVER}.incremental_channel_capacity": (1, 2**64 - 1),
@@ -230,6 +234,16 @@ def test_a_cache_has_rows_or_bytes():
     assert StorageConfig().num_cache_rows == 1_000_000
     assert StorageConfig(cache_rows=7).num_cache_rows == 7
     assert StorageConfig(cache_bytes=1 << 20).num_cache_rows == 0
+
+
+def test_standbys_have_their_rows_in_memory_and_train():
+    storage = {"kind": "file", "path": "/mnt/tier"}
+    message = refusal_of({SERVER: {"standbys": 1, "storage": storage}})
+    assert "standbys=1 with storage.kind='file'" in message
+    message = refusal_of({SERVER: {"standbys": 1, "enable_incremental_update": True}})
+    assert "standbys=1 with enable_incremental_update=true" in message
+    message = refusal_of({"common_config": {"job_type": "Infer"}, SERVER: {"standbys": 1}})
+    assert "standbys=1 with job_type='Infer'" in message
 
 
 def test_row_dtype_is_one_of_three_and_float32_in_pools():

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import types
+from typing import cast
 
 import pytest
 
-from persia.launcher.restarts import Restarts, how_it_ended, restarts_alone
+from persia.launcher.restarts import Restarts, how_it_ended, partner_of, restarts_alone
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec
 
 
@@ -94,6 +96,17 @@ def test_a_pause_delays_one_process_alone() -> None:
 )
 def test_who_is_restarted_alone(name: str, code: str, alone: bool) -> None:
     process = ended(name, code)
-    assert restarts_alone(process) is alone
+    assert restarts_alone(process, None) is alone
     killed = "SIGKILL" in how_it_ended(process)
     assert killed is (process.exit_code == -signal.SIGKILL)
+
+
+def test_a_server_is_restarted_alone_while_its_partner_runs() -> None:
+    name = "embedding-parameter-server-1"
+    assert partner_of(name) == f"{name}-standby"
+    assert partner_of(f"{name}-standby") == name
+    killed = ended(name, f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
+    standby = ended(f"{name}-standby", "raise SystemExit(1)")
+    assert restarts_alone(killed, standby) is False
+    running = types.SimpleNamespace(exit_code=None)
+    assert restarts_alone(killed, cast(ManagedProcess, running)) is True

@@ -13,6 +13,7 @@ def test_subjects_are_those_of_the_wire_format():
     assert subjects.ids(3) == "persia.my-job.ids.3"
     assert subjects.batch(0) == "persia.my-job.batch.0"
     assert subjects.end(1) == "persia.my-job.end.1"
+    assert subjects.replica(2, "all") == "persia.my-job.replica.2.all"
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a b", "*", ">", "a\n", "ä"])

@@ -1,0 +1,164 @@
+"""Messages between the processes of one parameter server with standbys: see persia/roles/standby.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from persia.config.global_config import EmbeddingParameterServerConfig
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    PersiaError,
+)
+from persia.messaging.discovery import Directory, ServiceInfo
+from persia.messaging.interface import NoListenerError
+from persia.messaging.payloads import JsonMessage
+from persia.messaging.session import NatsSession
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+
+if TYPE_CHECKING:
+    from persia._native import ParameterServer
+
+__all__ = [
+    "Message",
+    "Question",
+    "Replica",
+    "Sign",
+    "accepts_connections",
+    "config_hash",
+    "starts_as_standby",
+]
+
+_ANSWER_S = 0.5
+PROBE_S = 0.3
+_ALL = "all"
+
+
+class Question(Enum):
+    WHO = "who"  # of anybody: are you a standby that has the rows?
+    ATTACH = "attach"  # of a standby: copy your rows to me, and send every operation
+    POLL = "poll"  # of a standby: do you replicate to me?
+    END = "end"  # of a primary: never take over
+    LEFT = "left"  # of a primary, which answers nothing any more: take over
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message(JsonMessage):
+    """A question of one process of an index to another, or its answer."""
+
+    what = "standby message"
+
+    verb: Question
+    incarnation: str  # of the process that sends it, 16 hex digits
+    address: str  # "host:port" of its RPC
+    config: str = ""  # of ATTACH: hash of the settings that both must share
+    agrees: bool = True
+
+
+class Sign(Enum):
+    """What the broker says of a process that was asked."""
+
+    ANSWERED = "answered"
+    GONE = "gone"  # nobody listens on its subject
+    SILENT = "silent"  # somebody listens, and has not answered in time
+    UNKNOWN = "unknown"  # the broker did not answer
+
+
+def config_hash(section: EmbeddingParameterServerConfig, replicas: int, schema: str) -> str:
+    """Hash of what must be equal for two servers to have the same bits after the same operations."""
+    parts: list[object] = [section.capacity, section.num_hashmap_internal_shards, section.row_dtype]
+    parts += [section.standby_deadline_sec, replicas, schema]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def starts_as_standby(session: NatsSession, index: int) -> bool:
+    """Whether another process has the rows of the index: one that starts can only be its standby."""
+    if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
+        return True
+    question = Message(verb=Question.WHO, incarnation="", address="")
+    replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
+    return any(Message.decode(reply).agrees for reply in replies)
+
+
+class Replica:
+    """What this process says to the others of its index, until it ends. Thread-safe."""
+
+    def __init__(self, session: NatsSession, server: ParameterServer, index: int, address: str) -> None:
+        self.session, self.server, self.index, self.address = session, server, index, address
+        self.incarnation = f"{server.incarnation:016x}"
+        self._handlers: dict[Question, Callable[[Message], bool | None]] = {Question.WHO: self._has_rows}
+        self._registrations = [
+            session.respond(session.subjects.replica(index, name), self._answer)
+            for name in (self.incarnation, _ALL)
+        ]
+
+    def close(self) -> None:
+        for registration in self._registrations:
+            registration.close()
+
+    def handle(self, verb: Question, handler: Callable[[Message], bool | None]) -> None:
+        """From now on, `handler` says whether this process agrees to what `verb` asks."""
+        self._handlers[verb] = handler
+
+    def ask(
+        self, verb: Question, incarnation: str, *, config: str = "", timeout_s: float = _ANSWER_S
+    ) -> tuple[Sign, Message | None]:
+        """Asks one process. FailedPreconditionError, InvalidArgumentError: its refusal."""
+        question = Message(verb=verb, incarnation=self.incarnation, address=self.address, config=config)
+        subject = self.session.subjects.replica(self.index, incarnation)
+        try:
+            reply = self.session.request(subject, question.encode(), timeout_s)
+            return Sign.ANSWERED, Message.decode(reply)
+        except (FailedPreconditionError, InvalidArgumentError):
+            raise
+        except NoListenerError:
+            return Sign.GONE, None
+        except DeadlineExceededError:
+            return Sign.SILENT, None
+        except PersiaError:
+            return Sign.UNKNOWN, None
+
+    def reaches_broker(self) -> bool:
+        """Whether a message has just gone to the broker and come back."""
+        return self.ask(Question.WHO, self.incarnation)[0] is Sign.ANSWERED
+
+    def others(self) -> list[ServiceInfo]:
+        """Other servers that answer as the server of this index."""
+        present = Directory(self.session).present(EMBEDDING_PARAMETER_SERVER, PROBE_S)
+        mine = self.server.incarnation
+        return [info for info in present if info.index == self.index and info.incarnation != mine]
+
+    def _answer(self, payload: bytes) -> bytes | None:
+        message = Message.decode(payload)
+        handler = self._handlers.get(message.verb)
+        agrees = False if handler is None else handler(message)
+        if agrees is None:
+            return None
+        return Message(
+            verb=message.verb, incarnation=self.incarnation, address=self.address, agrees=agrees
+        ).encode()
+
+    def _has_rows(self, _message: Message) -> bool:
+        try:
+            return self.server.has_copy and self.server.standby_state in ("following", "taken over")
+        except ValueError:  # it began as a primary, which discovery knows
+            return False
+
+
+def accepts_connections(address: str) -> bool | None:
+    """False: no process listens there. None: its host does not answer."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True
