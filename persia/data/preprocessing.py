@@ -96,7 +96,7 @@ def preprocess(
         FailedPreconditionError: the output has other data, or pyarrow is missing.
         CorruptionError: a file that cannot be decompressed.
     """
-    require_pyarrow()
+    require_pyarrow("preprocessing needs")  # also for split binary
     files = _checked_files(inputs)
     work = Path(settings.output) / _WORK
     _begin(settings, files, work)
