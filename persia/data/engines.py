@@ -1,10 +1,11 @@
-"""Engines of `preprocess`: processes of this machine, Ray Data."""
+"""Engines of `preprocess`: processes of this machine, Apache Spark, Ray Data."""
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -13,7 +14,7 @@ from typing import Any
 from persia.data.preprocessing import run_tasks
 from persia.errors import FailedPreconditionError, UnavailableError
 
-__all__ = ["LocalEngine", "RayEngine"]
+__all__ = ["LocalEngine", "RayEngine", "SparkEngine"]
 
 
 class LocalEngine:
@@ -45,6 +46,39 @@ class LocalEngine:
                 ) from error
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+class SparkEngine:
+    """Runs tasks with Apache Spark's `mapInArrow`. Its workers need persia and the same paths.
+
+    Args:
+        address: URL of a master, as `spark://HOST:7077`; None: what the environment says, or this machine.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        try:
+            from pyspark.sql import SparkSession
+        except ImportError as error:
+            raise FailedPreconditionError(
+                f"the engine spark needs pyspark ({error}): pip install 'persia[spark]'"
+            ) from error
+        # The Python of this process: another one may lack persia.
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+        self._builder: Any = SparkSession.builder.appName("persia-preprocess")
+        if address is not None:
+            self._builder = self._builder.master(address)
+
+    def __call__(self, tasks: list[str]) -> Iterator[str]:
+        """The results of tasks, when all have finished."""
+        session = self._builder.getOrCreate()
+        try:
+            # One task a partition: Spark balances partitions, and repeats one that fails.
+            rows = session.sparkContext.parallelize([(task,) for task in tasks], len(tasks))
+            frame = session.createDataFrame(rows, "task string").mapInArrow(run_tasks, "result string")
+            results = [row.result for row in frame.collect()]
+        finally:
+            session.stop()  # else the cluster keeps its workers for this application
+        yield from results
 
 
 class RayEngine:

@@ -235,14 +235,14 @@ def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:
     return data.replace_schema(_schema(next(data.get_fragments())))
 
 
-def require_pyarrow() -> Any:
+def require_pyarrow(what: str = "Parquet files need") -> Any:
     """pyarrow with its modules of files. Raises FailedPreconditionError if it is not installed."""
     try:
         import pyarrow.dataset
         import pyarrow.parquet
     except ImportError as error:
         raise FailedPreconditionError(
-            f"Parquet files need pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
+            f"{what} pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
         ) from error
     return pyarrow
 

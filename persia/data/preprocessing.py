@@ -86,7 +86,7 @@ def preprocess(
     Args:
         settings: what to make.
         inputs: files of each mapping, such as `train` and `test`: plain text, `.gz` or `.zst`.
-        engine: runs tasks: `LocalEngine` or `RayEngine` of `persia.data.engines`.
+        engine: runs tasks: `LocalEngine`, `SparkEngine` or `RayEngine` of `persia.data.engines`.
         partitions: tasks, about. A compressed file is one task.
         progress: called with a title, bytes done and bytes in all.
 
@@ -96,7 +96,7 @@ def preprocess(
         FailedPreconditionError: the output has other data, or pyarrow is missing.
         CorruptionError: a file that cannot be decompressed.
     """
-    require_pyarrow()
+    require_pyarrow("preprocessing needs")  # also for split binary
     files = _checked_files(inputs)
     work = Path(settings.output) / _WORK
     _begin(settings, files, work)

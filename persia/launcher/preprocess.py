@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @option("--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new directory.")
 @option("--test", multiple=True, metavar="FILE", help="File or pattern of the test set; repeat for several.")
 @option("--format", "kind", type=click.Choice(["parquet", "split-binary"]), default="split-binary")
-@option("--engine", type=click.Choice(["local", "ray"]), default="local")
+@option("--engine", type=click.Choice(["local", "spark", "ray"]), default="local")
 @option("--workers", type=COUNT, help="Processes of the local engine; default: one a core.")
-@option("--address", metavar="HOST:PORT", help="Of a Ray cluster; default: this machine.")
+@option("--address", help="Of a cluster, spark://HOST:PORT or, of Ray, HOST:PORT; default: this machine.")
 @option("--partitions", type=COUNT, default=1024, help="Tasks, about; the output is the same for any number.")
 @option(
     "--frequency-limit",
@@ -80,11 +80,11 @@ def _found(patterns: tuple[str, ...]) -> list[str]:
 
 
 def _engine(name: str, workers: int | None, address: str | None) -> Engine:
-    from persia.data.engines import LocalEngine, RayEngine
+    from persia.data.engines import LocalEngine, RayEngine, SparkEngine
 
     if name == "local":
         return LocalEngine(workers)
-    return RayEngine(address)
+    return SparkEngine(address) if name == "spark" else RayEngine(address)
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -193,3 +194,13 @@ def test_what_cannot_be_read_is_named(day: Path, tmp_path: Path) -> None:
         preprocess(settings(tmp_path / "b"), {"train": [long]}, LocalEngine(1))
     with pytest.raises(InvalidArgumentError, match="format='csv'"):
         settings(tmp_path / "c", format="csv")
+
+
+def test_without_pyarrow_preprocessing_is_what_needs_it(
+    day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    wanted = settings(tmp_path / "out", format="split-binary")
+    with pytest.raises(FailedPreconditionError, match="^preprocessing needs pyarrow, .*pip install 'persia"):
+        preprocess(wanted, {"train": [day]}, LocalEngine(1))
+    assert not (tmp_path / "out").exists()
