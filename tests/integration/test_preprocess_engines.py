@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import free_port
 from benchmarks.raw_clicks import write_clicks
+from tests.ports import free_port
 
 pytest.importorskip("pyarrow")
 
