@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 
 #include <array>
+#include <optional>
 
 #include "net/poller.h"
 
@@ -21,22 +22,28 @@ void SetControl(int fd, const ControlName& name) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), name.size());
 }
 
-// The congestion control that the system prefers: that of a new socket.
-ControlName SystemControl() {
-  ControlName name = kReno;
+// The congestion control that the system prefers: that of a new socket. None if there can be no
+// new socket.
+std::optional<ControlName> SystemControl() {
+  ControlName name = {};
   socklen_t size = name.size();
   const UniqueFd fresh(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  ::getsockopt(fresh.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size);
+  if (::getsockopt(fresh.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(), &size) != 0) return {};
   return name;
 }
 
 bool PeerIsLoopback(int fd) {
   Tcp::endpoint peer;
   auto size = static_cast<socklen_t>(peer.capacity());
-  return ::getpeername(fd, peer.data(), &size) == 0 && peer.address().is_loopback();
+  return ::getpeername(fd, peer.data(), &size) == 0 && IsLoopback(peer.address());
 }
 
 }  // namespace
+
+bool IsLoopback(const asio::ip::address& address) {
+  if (!address.is_v6() || !address.to_v6().is_v4_mapped()) return address.is_loopback();
+  return asio::ip::make_address_v4(asio::ip::v4_mapped, address.to_v6()).is_loopback();
+}
 
 void AvoidPacing(int fd) { SetControl(fd, kReno); }
 
@@ -54,8 +61,8 @@ void ConfigureSocket(int fd) {
   set(IPPROTO_TCP, TCP_KEEPINTVL, kKeepAliveIntervalSeconds);
   set(IPPROTO_TCP, TCP_KEEPCNT, kKeepAliveProbes);
   set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUnacknowledgedMs);
-  static const ControlName system_control = SystemControl();
-  SetControl(fd, PeerIsLoopback(fd) ? kReno : system_control);
+  const std::optional<ControlName> control = PeerIsLoopback(fd) ? kReno : SystemControl();
+  if (control.has_value()) SetControl(fd, *control);
 }
 
 }  // namespace persia::net

@@ -19,6 +19,8 @@ namespace persia::net {
 using Tcp = asio::ip::tcp;
 using ErrorCode = asio::error_code;
 
+// Also an IPv4 address of the loopback in IPv6's form, as a server on all IPv6 addresses sees it.
+bool IsLoopback(const asio::ip::address& address);
 // For a socket that listens, or connects within its host, before it does so. There is no congestion
 // within a host, but the control that the system prefers may pace what is sent by timers (BBR
 // does), which costs more than the copies. A connection that has begun with pacing keeps it,

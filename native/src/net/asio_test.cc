@@ -58,6 +58,13 @@ TEST(PacingTest, AServerChoosesBeforeItListens) {
   EXPECT_EQ(ControlOf(listener), "reno");
 }
 
+TEST(PacingTest, AddressesOfThisHostAreKnownInEachForm) {
+  for (const char* text : {"127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"})
+    EXPECT_TRUE(IsLoopback(asio::ip::make_address(text))) << text;
+  for (const char* text : {"10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1"})
+    EXPECT_FALSE(IsLoopback(asio::ip::make_address(text))) << text;
+}
+
 TEST(PacingTest, AcceptedConnectionsInheritIt) {
   asio::io_context io;
   Tcp::acceptor acceptor(io, Tcp::v4());

@@ -90,6 +90,7 @@ void ClientConnection::Resolve(const std::string& host, uint16_t port) {
       WhileOpen("resolving the name: ", [this](const Tcp::resolver::results_type& results) {
         std::vector<Tcp::endpoint> endpoints;
         for (const auto& entry : results) endpoints.push_back(entry.endpoint());
+        if (endpoints.empty()) return Break("resolving the name: it has no address");
         ConnectTo(std::move(endpoints));
       }));
 }
@@ -101,7 +102,7 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
   ErrorCode ignored;  // it shows again when the socket is connected
   socket_.close(ignored);
   socket_.open(endpoint.protocol(), ignored);
-  if (endpoint.address().is_loopback()) AvoidPacing(socket_.native_handle());
+  if (IsLoopback(endpoint.address())) AvoidPacing(socket_.native_handle());
   socket_.async_connect(endpoint,
                         [self = shared_from_this(), rest = std::move(endpoints),
                          then = WhileOpen("", [this] { OnConnected(); })](ErrorCode error) mutable {

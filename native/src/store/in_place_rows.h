@@ -62,8 +62,9 @@ struct MissingRow {
 // found here, in a nearby cache, and not in the index, whose lines are spread over as many pages as
 // it has: there the translation of the address takes longer than all else.
 //
-// Keeps rows between lookups until a row is removed. Grows while lookups miss many keys, so small
-// vocabularies take little memory. Not thread-safe. For one store, one feature group and dim.
+// Keeps rows between lookups until a row is removed. Grows while lookups miss many keys, so
+// small vocabularies take little memory if their IDs have rows. Not thread-safe. For one store, one
+// feature group and dim.
 class RecentRows {
  public:
   struct Row {
