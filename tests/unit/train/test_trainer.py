@@ -461,7 +461,7 @@ def test_batches_trained_out_of_order_are_not_trained_again(tmp_path: Path) -> N
 
 
 def test_batches_of_a_checkpoint_of_other_data_are_not_left_out(tmp_path: Path) -> None:
-    """A script may load a checkpoint with `load_checkpoint`, to train on with new data."""
+    """A script may call `load_checkpoint`, to train on with new data."""
     Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
     job = Job()
     with job.ctx() as ctx:
