@@ -268,7 +268,7 @@ def _pickled(function: Callable[[], object], path: Path) -> str:
 def _has_failed(process: ManagedProcess) -> bool:
     """Functions end when they have done their work; servers have no reason to end."""
     if process.name.startswith(f"{DATA_LOADER}-"):
-        return process.exit_code not in (None, 0, os.EX_TEMPFAIL)  # the latter: a rank has failed
+        return process.exit_code not in (None, 0, os.EX_TEMPFAIL)  # EX_TEMPFAIL: a rank has failed
     return process.exit_code is not None and not (process.name == NN_WORKER and process.exit_code == 0)
 
 

@@ -54,7 +54,7 @@ class AttackedJob:
             assert process.exit_code is None, f"{process.name} has ended:\n{process.output[-3000:]}"
 
     def require_training(self, batches: int = 5, timeout_s: float = 60.0) -> None:
-        """The training goes on, by so many batches."""
+        """Waits until the training is so many batches further; fails if it stops."""
         first, deadline = self.step, time.monotonic() + timeout_s
         while self.step < first + batches:
             self.require_alive()

@@ -85,17 +85,37 @@ def summary_of(output: Path, start_s: float) -> dict[str, Any]:
 
 
 def train_alone(output: Path, data: Path) -> dict[str, Any] | Failure:
-    """Runs train.py by itself, which shows its progress; what it logs goes to a file beside its results.
+    """Runs train.py in one process, which shows its progress; what it logs goes to a file beside its results.
 
-    Its process is a fork of this one: most of the time goes to importing torch, which both need.
+    That process is a fork of this one: most of the time goes to importing torch, which both need. With
+    CUDA it is a new one: CUDA works in no fork of a process that has used it.
     """
     start_s = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     log = output / "train.log"
-    import_torch()
-    process = multiprocessing.get_context("fork").Process(
-        target=_run_train, args=(environment(output, ADULT_DATA=str(data)), log)
-    )
+    variables = environment(output, ADULT_DATA=str(data))
+    exit_code = (_in_new_process if import_torch() else _in_fork)(variables, log)
+    if exit_code == 0:
+        return summary_of(output, start_s)
+    last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return Failure(process="train.py", exit_code=exit_code, last_lines=last_lines)
+
+
+def _in_new_process(variables: dict[str, str], log: Path) -> int:
+    with log.open("w", encoding="utf-8") as errors:
+        # A session of its own keeps the terminal's Ctrl-C from it: this process ends it, and says so.
+        return subprocess.run(
+            [sys.executable, str(HERE / "train.py")],
+            env=variables,
+            stderr=errors,
+            timeout=RUN_DEADLINE_S,
+            start_new_session=True,
+            check=False,
+        ).returncode
+
+
+def _in_fork(variables: dict[str, str], log: Path) -> int:
+    process = multiprocessing.get_context("fork").Process(target=_run_train, args=(variables, log))
     process.start()
     try:
         import_matplotlib()
@@ -105,14 +125,11 @@ def train_alone(output: Path, data: Path) -> dict[str, Any] | Failure:
     finally:
         process.kill()  # does nothing when it has ended
         process.join()
-    if process.exitcode == 0:
-        return summary_of(output, start_s)
-    last_lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
-    return Failure(process="train.py", exit_code=process.exitcode or 1, last_lines=last_lines)
+    return 1 if process.exitcode is None else process.exitcode
 
 
 def _run_train(variables: dict[str, str], log: Path) -> None:
-    """The child of train_alone."""
+    """The child of _in_fork."""
     os.setsid()  # keeps the terminal's Ctrl-C from it: the parent ends it, and says so
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
@@ -157,8 +174,12 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
         yield show
 
 
-def import_torch() -> None:
-    """Imports what train.py needs, without the garbage collector, which would scan all of it in vain."""
+def import_torch() -> bool:
+    """Imports what train.py needs, and returns whether that uses CUDA.
+
+    The garbage collector is off meanwhile: it would scan all that is imported, and find nothing to free.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looks for CUDA without beginning to use it
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as both ways have; torch reads it when it is imported
     gc.disable()
     import torch
@@ -170,6 +191,7 @@ def import_torch() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
     gc.freeze()
     gc.enable()
+    return Settings.from_environment().enable_cuda and torch.cuda.is_available()
 
 
 def import_matplotlib() -> None:

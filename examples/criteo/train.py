@@ -94,16 +94,28 @@ def serve(recipe: Recipe, folder: str) -> None:
             first = recipe.valid.make(next(recipe.valid.read()), requires_grad=False)
             logit, label = client.predict(first.to_bytes())[0], first.labels[0].data[0, 0]
     finally:
-        server.terminate()
-        server.wait(60)
+        end(server)
     predicted = 1 / (1 + math.exp(-logit))
     print(f"served AUC {quality.auc:.5f}; first sample: predicted {predicted:.4f}, label {label:.0f}")
 
 
-def _client(server: subprocess.Popen[bytes], address: str) -> PredictionClient:
+def end(server: subprocess.Popen[bytes], wait_s: float = 60.0) -> None:
+    """Ends the server; kills it if it takes longer than `wait_s`."""
+    server.terminate()
+    try:
+        server.wait(wait_s)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait(60)
+
+
+def _client(server: subprocess.Popen[bytes], address: str, wait_s: float = 600.0) -> PredictionClient:
+    deadline = time.monotonic() + wait_s
     while server.poll() is None:
         with suppress(UnavailableError):  # it is loading
-            return PredictionClient(address, wait_s=20)
+            return PredictionClient(address, wait_s=min(20.0, wait_s))
+        if time.monotonic() > deadline:
+            sys.exit(f"the server does not answer at {address} within {wait_s:g} s")
     sys.exit("the server ended before it answered; its last message says why")
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +38,8 @@ class DataCtx(BaseCtx):
     process. When the NN workers leave their training loops before the data ends, `send_data` raises
     StreamClosedError, and the `with` block ends there without an error: the outcome of the job is theirs.
     When an error has ended the training, `send_data` raises UnavailableError, and the `with` block logs it
-    and ends the process with exit code 75: its batches were not taken.
+    and ends the process with exit code 75: its batches were not taken. Without `with` the exit code is the
+    same.
 
     Without a cluster it runs on a thread of the process that trains, and feeds the context there.
 
@@ -165,6 +168,16 @@ class DataCtx(BaseCtx):
         # Set by the interpreter when the script ended with an uncaught error.
         error = getattr(sys, "last_value", None)
         self._close(self._error_text(error))
+        if self._was_refused(error) and not self._is_embedded:
+            get_default_logger().error("batches were not taken: exit code %d", os.EX_TEMPFAIL)
+            logging.shutdown()
+            with suppress(OSError):  # whoever read it has gone
+                sys.stdout.flush()
+            os._exit(os.EX_TEMPFAIL)  # the interpreter has no other way to change it now
+
+    def _was_refused(self, error: BaseException | None) -> bool:
+        """Whether an error has ended the training, and no other one the script."""
+        return isinstance(self._failure, TrainingFailedError) and error in (None, self._failure)
 
     def _error_text(self, error: BaseException | None) -> str | None:
         if isinstance(error, SystemExit) and not error.code:
@@ -184,7 +197,7 @@ class DataCtx(BaseCtx):
             self._close(self._error_text(error))
         finally:
             super().__exit__(kind, error, trace)
-        refused = isinstance(self._failure, TrainingFailedError) and error in (None, self._failure)
+        refused = self._was_refused(error)
         if closed or refused:
             stopped = "stopped sending after %d batches: %s"
             get_default_logger().warning(stopped, self._sender.num_sent, self._failure)

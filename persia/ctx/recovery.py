@@ -26,14 +26,14 @@ __all__ = ["PeriodicCheckpoints", "Recovery"]
 
 @dataclass(frozen=True)
 class Recovery:
-    """`TrainCtx(recovery=Recovery("s3://bucket/job"))`: a job that is started again continues by itself.
+    """`TrainCtx(recovery=Recovery("s3://bucket/job"))`: a job that is started again continues.
 
     On entering, the context loads the newest checkpoint of `directory`. If there is none, it dumps one of
     step 0, so that a directory that cannot be written is an error at once.
 
     The data continues only if it comes from data loaders that call `DataCtx.resume`. Any other data starts
-    over unless the script seeks in it, and a warning says so. A `Trainer` resumes by itself and refuses a
-    context with a recovery.
+    over unless the script seeks in it, and a warning says so. Name a `Trainer` in `state`:
+    `Recovery(..., state={"trainer": trainer})`.
 
     Args:
         directory: path or URL that all ranks and parameter servers can reach, for this job alone.

@@ -424,10 +424,11 @@ class ClusterBackend(EmbeddingBackend):
 def _down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
     """Those of the workers that are down. Looks at them side by side, as each may take seconds."""
     pool = DaemonPool(_MAX_LOOKS, "persia-look-at-worker")
-    answers = [pool.submit(is_down, worker.address) for worker in workers]
-    down = [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
-    pool.close()
-    return down
+    try:
+        answers = [pool.submit(is_down, worker.address) for worker in workers]
+        return [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
+    finally:
+        pool.close()
 
 
 def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -76,8 +76,17 @@ class PredictionClient:
             ) from None
 
     def predict(self, batch: bytes) -> NDArray[np.float32]:
-        """The first output, float32 [samples], for the bytes of a `PersiaBatch`."""
+        """The first output, float32 [samples], for the bytes of a `PersiaBatch`.
+
+        Raises UnavailableError, as `ask`, and InvalidArgumentError for a reply without raw bytes of a tensor.
+        """
         reply = message("ModelInferResponse").FromString(self.ask(self.request(batch)))
+        if not reply.outputs or not reply.raw_output_contents:
+            raise InvalidArgumentError(
+                f"the reply of {self._address} has {len(reply.outputs)} outputs and "
+                f"{len(reply.raw_output_contents)} raw contents: ask a model that returns a tensor, of a "
+                "server that answers with raw_output_contents, as persia-launcher serve does"
+            )
         output, content = reply.outputs[0], reply.raw_output_contents[0]
         values = tensor_of_bytes(output.name, output.datatype, list(output.shape), content)
         return values.array(output.datatype).astype(np.float32).reshape(-1)
@@ -135,7 +144,7 @@ def latency(
 
     Args:
         client: of the server.
-        batches: bytes of `PersiaBatch`es. Each thread first sends one that is not measured.
+        batches: bytes of `PersiaBatch`es. Before, the first is sent `concurrency` times and not measured.
         num_samples: of a batch.
         concurrency: threads that send.
 

@@ -33,7 +33,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
-from persia.train.state import NAMES, JobState, newest, read_state
+from persia.train.state import NAMES, JobState, check_position, newest, read_state
 
 __all__ = ["Batches", "Fit", "Trainer"]
 
@@ -126,6 +126,7 @@ class Trainer:
         self._console = Console(soft_wrap=True, highlight=False)
         self._state = JobState()
         self._clears = False  # the next checkpoint replaces those of another job
+        self._has_best = False  # the context has the model of the best evaluation
 
     def load(self, data: DataCtx | None = None) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
@@ -188,12 +189,8 @@ class Trainer:
         return dict(vars(self._state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Called by a context with a `recovery`. FailedPreconditionError: other data or schedulers."""
-        state = JobState(**state_dict)
-        state.check(len(self.train), len(self.schedulers))
-        self._state = state
-        for scheduler, scheduler_state in zip(self.schedulers, state.schedulers, strict=True):
-            scheduler.load_state_dict(scheduler_state)
+        """Called by a context with a `recovery`. `fit` checks and uses what it has."""
+        self._state = JobState(**state_dict)
 
     def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
         """The quality of the context's model over `batches`, equal on all ranks. All ranks call it.
@@ -245,6 +242,7 @@ class Trainer:
         ctx.wait_for_gradients()
         _meet(ctx)  # no row changes until all train again
         state.step = ctx.step
+        is_best = False
         if self.valid is not None:
             quality = asdict(self.evaluate(ctx, self.valid)).items()
             values = {name: float(value) for name, value in quality if value is not None}
@@ -254,7 +252,8 @@ class Trainer:
             is_best = value > best
             if is_best:
                 state.best_step, state.best, state.since_best = ctx.step, values, 0
-            elif not math.isnan(value):
+            # After a restart, steps up to the best one may be trained once more: patience counts later ones.
+            elif not math.isnan(value) and ctx.step > (state.best_step or 0):
                 state.since_best += 1
             if ctx.rank == 0:
                 if math.isnan(value):
@@ -271,7 +270,7 @@ class Trainer:
                     if self._has_target(state):
                         why = f"{self.metric} is that of target={self.target} or better"
                     self._console.print(f"step {ctx.step}: stopped early, as {why}")
-        is_best = state.best_step == ctx.step
+        self._has_best = is_best
         if self.directory is not None and ctx.rank == 0 and (is_best or ctx.recovery is None):
             if self._clears:
                 for name in NAMES:
@@ -287,7 +286,7 @@ class Trainer:
         if self.directory is not None:
             ctx.wait_for_dump_embedding()
             _meet(ctx)  # rank 0 has committed it
-            if state.best_step is not None and state.best_step != ctx.step:
+            if state.best_step is not None and not self._has_best:
                 ctx.load_checkpoint(str(self.directory / "best"))
                 if ctx.rank == 0:
                     self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
@@ -317,29 +316,39 @@ class Trainer:
 
     def _resume(self, ctx: TrainCtx) -> None:
         """Continues after the newest checkpoint: that of the context's recovery, or of `directory`."""
-        recovery, place = ctx.recovery, None
+        recovery, place, sizes = ctx.recovery, None, (len(self.train), len(self.schedulers))
         if recovery is not None:
             if not self.resume or all(holder is not self for holder in recovery.state.values()):
                 raise FailedPreconditionError(
                     "the context has a recovery, which must store and resume this trainer: pass "
                     'Recovery(state={"trainer": trainer}), and leave out resume=False'
                 )
-            place = str(recovery.directory) if ctx.step else None
-            if place is None:
-                self._state = JobState()
+            remedy = f"remove the directory {recovery.directory}"
             if self.directory is not None:
-                self._state.take_best(self.directory)
+                remedy = f"remove both directories, {recovery.directory} and {self.directory}"
+            if ctx.step:
+                place = str(recovery.directory)
+                self._state.check(*sizes, remedy)
+            else:
+                self._state = JobState()
         else:
-            self._state = JobState()
+            self._state, remedy = JobState(), "pass resume=False"
             found = newest(self.directory) if self.directory is not None and self.resume else None
             if found is None:
                 # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
                 ctx._pipeline.start_after(DataPosition())
             else:
-                place, stored = str(found), read_state(found)
-                stored.check(len(self.train), len(self.schedulers))
+                place, state = str(found), read_state(found, remedy)
+                check_position(found, remedy)
+                state.check(*sizes, remedy)
                 ctx.load_checkpoint(place)
-                self.load_state_dict(vars(stored))
+                self._state = state
+        if place is not None:
+            for scheduler, scheduler_state in zip(self.schedulers, self._state.schedulers, strict=True):
+                scheduler.load_state_dict(scheduler_state)
+        if self.directory is not None and self.resume:
+            self._state.take_best(self.directory, *sizes, remedy)
+        self._has_best = place is not None and recovery is None and self._state.best_step == ctx.step
         if place is not None and ctx.rank == 0:
             self._console.print(f"step {ctx.step}: resumed from {place}")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -150,6 +152,51 @@ def test_a_rank_tells_at_the_end_whether_its_training_has_failed(
             DataCtx() as ctx,
         ):
             ctx.send_data(batch())
+        assert [end.num_batches for end in receivers.ends] == [1]
+    finally:
+        receivers.close()
+
+
+WITHOUT_WITH = """
+import sys
+import numpy as np
+from persia import DataCtx, IDTypeFeature, PersiaBatch
+
+ctx = DataCtx()
+ctx.send_data(PersiaBatch([IDTypeFeature("user", [np.array([1], np.uint64)])], requires_grad=False))
+print("sent", end="")
+if sys.argv[1:]:
+    raise ValueError("scripted")
+"""
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize(
+    ("answer", "arguments", "code"),
+    [
+        (ReplyStatus.OK, [], 0),
+        (ReplyStatus.CLOSED, [], 0),
+        (ReplyStatus.FAILED, [], os.EX_TEMPFAIL),
+        (ReplyStatus.FAILED, ["fail"], 1),
+    ],
+    ids=str,
+)
+def test_a_context_without_with_ends_its_process_with_the_same_exit_code(
+    answer: ReplyStatus, arguments: list[str], code: int
+) -> None:
+    receivers = Receivers(lambda: ReplyStatus.OK)
+    receivers.answer_to_end = answer
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_WITH, *arguments],
+            env=os.environ | {"PERSIA_DEADLINE_SEC": "60"},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (code, "sent"), done.stderr
+        assert ("batches were not taken: exit code 75" in done.stderr) == (code == os.EX_TEMPFAIL)
         assert [end.num_batches for end in receivers.ends] == [1]
     finally:
         receivers.close()

@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import tests.documented_pages  # noqa: F401 - registers what is around blocks
+import tests.documented_pages  # registers what is around blocks
+import tests.documented_services  # noqa: F401 - the same
 from persia import env
 from tests.documented import Block, blocks, check, check_config, exec_code, pages
 from tests.documented_stage import AROUND, TIMEOUT_S, Stage

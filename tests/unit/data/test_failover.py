@@ -357,8 +357,8 @@ def test_the_monitor_names_the_workers_of_slow_calls_only() -> None:
     assert told[0] == {3}
 
 
-def test_a_monitor_that_fails_is_no_secret(log: Any) -> None:
-    """Else a dead worker would be waited for until the deadline, and nobody would know why."""
+def test_calls_report_that_the_monitor_has_failed(log: Any) -> None:
+    """Else a dead worker would be waited for until the deadline, without a reason."""
 
     def on_slow(workers: set[int | None]) -> None:
         raise ValueError("port 'x' is no number")
@@ -387,6 +387,15 @@ def test_workers_are_looked_at_side_by_side(
 
     monkeypatch.setattr(backend_module, "is_down", is_down)
     assert backend_module._down(list(backend._workers.values())) == [backend._workers[1]]
+
+
+def test_a_look_that_fails_leaves_no_threads(
+    backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixtures of every test look for threads."""
+    monkeypatch.setattr(backend_module, "is_down", int)  # the address is no number
+    with pytest.raises(ValueError, match="invalid literal"):
+        backend_module._down(list(backend._workers.values()))
 
 
 def test_the_dense_part_of_a_message_is_not_kept() -> None:

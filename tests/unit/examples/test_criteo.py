@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -51,3 +55,30 @@ def test_wrong_flags_of_write_data(
     with pytest.raises(SystemExit):
         parse(["--mode", "write_data", *flags])
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def script() -> ModuleType:
+    """The example's train.py: by its name, tests import that of another example."""
+    path = Path(__file__).resolve().parents[3] / "examples" / "criteo" / "train.py"
+    spec = importlib.util.spec_from_file_location("criteo_train", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_server_that_never_answers_and_ignores_its_end_is_killed(script: ModuleType) -> None:
+    ignores = (
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", ignores], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        with pytest.raises(SystemExit, match=r"does not answer at 127.0.0.1:1 within 0.1 s"):
+            script._client(server, "127.0.0.1:1", wait_s=0.1)
+        script.end(server, wait_s=0.1)
+        assert server.returncode == -9
+        with pytest.raises(SystemExit, match="the server ended before it answered"):
+            script._client(server, "127.0.0.1:1")

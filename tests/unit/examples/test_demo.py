@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,3 +79,37 @@ def test_chatter_of_the_broker_goes_to_the_log_alone(
             show(line)
     assert capsys.readouterr().out.splitlines() == lines[1:]
     assert (tmp_path / "cluster.log").read_text(encoding="utf-8").splitlines() == lines
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_training_in_one_process_runs_with_cuda_and_without(
+    has_cuda: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA works in no fork of a process that has used it."""
+    source = """if True:
+        import json, os, sys
+        from pathlib import Path
+        folder = Path(os.environ["ADULT_OUTPUT"])
+        (folder / "summary.json").write_text(json.dumps({"is_fork": "demo" in sys.modules}))
+        print("logged", file=sys.stderr)
+        sys.exit(len(list(folder.glob("fail"))) * 3)
+    """
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    monkeypatch.setattr(demo, "HERE", tmp_path)
+    monkeypatch.setattr(demo, "import_torch", lambda: has_cuda)
+    output = tmp_path / "output"
+    summary = demo.train_alone(output, tmp_path)
+    assert summary["is_fork"] == (not has_cuda)
+    assert (output / "train.log").read_text() == "logged\n"
+    (output / "fail").touch()
+    failure = demo.train_alone(output, tmp_path)
+    assert (failure.exit_code, failure.last_lines) == (3, ["logged"])
+
+
+def test_looking_for_cuda_does_not_begin_to_use_it() -> None:
+    """Else the fork could not use it."""
+    source = "import demo, os; demo.import_torch(); print(os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'])"
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=demo.HERE, capture_output=True, text=True, timeout=280, check=True
+    )
+    assert done.stdout == "1\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -204,10 +205,81 @@ def test_the_best_evaluation_is_that_of_the_best_checkpoint(tmp_path: Path) -> N
     trainer = Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path), evaluate_every=4)
     best = Job().fit(trainer)
     state = JobState(step=2, best_step=2, best={"auc": 0.1}, since_best=3)
-    state.take_best(Location.of(tmp_path))
+    job = (12, 0, "pass resume=False")
+    state.take_best(Location.of(tmp_path), *job)
     assert (state.best_step, state.best, state.since_best) == (best.best_step, best.best, 0)
-    state.take_best(Location.of(tmp_path / "nothing"))
+    state.take_best(Location.of(tmp_path / "nothing"), *job)
     assert (state.best_step, state.best) == (None, {})
+
+
+def test_a_restarted_job_keeps_a_best_checkpoint_that_is_newer(tmp_path: Path) -> None:
+    """The steps up to it are trained once more, here with a worse result."""
+
+    def fit(job: Job, epochs: int, loss: Any = None) -> Fit:
+        trainer = Trainer(
+            Clicks(),
+            Clicks(3, first=100),
+            directory=str(tmp_path / "trainer"),
+            epochs=epochs,
+            patience=1,
+            loss=loss,
+        )
+        # It has the checkpoint of step 0 alone.
+        return job.fit(trainer, recovery=Recovery(tmp_path / "recovery", state={"trainer": trainer}))
+
+    def files() -> dict[str, bytes]:
+        best = tmp_path / "trainer" / "best"
+        return {str(path): path.read_bytes() for path in best.rglob("*") if path.is_file()}
+
+    def worse(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return -torch.nn.functional.binary_cross_entropy_with_logits(output, label[:, 0])
+
+    first = Job()
+    expected, written = fit(first, 1), files()
+    assert (expected.best_step, expected.best["auc"] > 0.5) == (12, True)
+    for epochs in (1, 2):
+        again = Job()
+        assert fit(again, epochs, worse) == Fit(12 * epochs, 12, expected.best, False)
+        assert again.model.trained == list(range(12 * SIZE)) * epochs
+        assert files() == written
+        for name, value in first.model.state_dict().items():
+            assert torch.equal(again.model.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("every_steps", [5, 1000])
+def test_a_recovery_refuses_a_job_of_other_data(every_steps: int, tmp_path: Path) -> None:
+    """Also if only the best checkpoint is of another job."""
+
+    def fit(trainer: Trainer) -> Fit:
+        recovery = Recovery(tmp_path / "recovery", every_steps=every_steps, state={"trainer": trainer})
+        return Job().fit(trainer, recovery=recovery)
+
+    directory = str(tmp_path / "trainer")
+    fit(Trainer(Clicks(), Clicks(3, first=100), directory=directory))
+    with pytest.raises(FailedPreconditionError) as refused:
+        fit(Trainer(Clicks(13), Clicks(3, first=100), directory=directory, target=0.1))
+    assert "is of 12 batches an epoch, train has 13" in str(refused.value)
+    assert f"remove both directories, {tmp_path / 'recovery'} and {directory}" in str(refused.value)
+    assert "resume=False" not in str(refused.value)
+
+
+def test_a_checkpoint_without_a_position_is_passed_over_or_refused(tmp_path: Path) -> None:
+    """It is one of a step at which a rank did not answer: it does not say which batches are trained."""
+    trainer = Trainer(Clicks(), directory=str(tmp_path), evaluate_every=12)
+    Job().fit(trainer)
+    with Job().ctx() as ctx:
+        ctx.step = 20
+        ctx._pipeline.position = lambda: None  # type: ignore[assignment,method-assign,return-value]
+        ctx.dump_checkpoint(tmp_path / "best", extra=trainer.state_dict())
+    resumed = Job()
+    assert resumed.fit(Trainer(Clicks(), directory=str(tmp_path), epochs=2)).step == 24
+    assert len(resumed.model.trained) == 12 * SIZE
+    shutil.rmtree(tmp_path / "last")
+    with pytest.raises(
+        FailedPreconditionError,
+        match=r"best does not say which batches its 20 steps have trained.*resume=False",
+    ):
+        Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
 
 
 def test_a_target_needs_held_out_batches() -> None:
@@ -389,7 +461,7 @@ def test_batches_trained_out_of_order_are_not_trained_again(tmp_path: Path) -> N
 
 
 def test_batches_of_a_checkpoint_of_other_data_are_not_left_out(tmp_path: Path) -> None:
-    """A script may load a checkpoint by itself, to train on with new data."""
+    """A script may call `load_checkpoint`, to train on with new data."""
     Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
     job = Job()
     with job.ctx() as ctx:
