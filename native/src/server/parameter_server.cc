@@ -159,7 +159,9 @@ std::unique_ptr<StandbyLink> ParameterServer::MakeLink() {
   const StandbyLink::Options link{
       .incarnation = incarnation_,
       .deadline = options_.standby_deadline,
-      // Two handler threads are left for requests that change nothing.
+      // Two handler threads are left for requests that change nothing. Others may wait there, too,
+      // but not for the standby's answer: for a place, which is for the lease at most, and for
+      // operations that are being applied.
       .max_waiting = std::max(3u, options_.rpc.num_handler_threads) - 2};
   return std::make_unique<StandbyLink>(link, [this] { return RowCopy::Begin(*store_, updates_); });
 }

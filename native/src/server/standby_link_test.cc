@@ -259,6 +259,40 @@ TEST_F(StandbyTest, AFrozenStandbyHoldsNoHandlerThreadFromOthers) {
   EXPECT_TRUE(net::Call(channel_, kCountRows, {}, Soon()).ok());
 }
 
+// An operation may wait until the copy makes room for it, or take longer than the lease.
+TEST_F(StandbyTest, ALongOperationHoldsUpNeitherTheCopyNorTheLease) {
+  ASSERT_TRUE(Configure().ok());
+  for (uint64_t step = 1; step <= 10; ++step) Train(1, step);
+  // In the standby's place: takes no piece of the copy before the operation has begun.
+  std::atomic<bool> has_begun = false, has_copy = false;
+  std::atomic<uint64_t> num_heartbeats = 0;
+  const auto take = [&](const ReplicateRequest& request, const net::CallContext&) -> Status {
+    if (request.kind == ReplicateKind::kHeartbeat) ++num_heartbeats;
+    if (request.kind == ReplicateKind::kCopyConfig) Await([&] { return has_begun.load(); });
+    if (request.kind == ReplicateKind::kCopyEnd) has_copy = true;
+    return Status::Ok();
+  };
+  net::Server receiver({.num_handler_threads = 4});
+  receiver.Handle(kReplicate, net::MakeHandler(kReplicate, take));
+  const uint16_t port = receiver.Start().value();
+  StandbyLink& link = *primary_->standby();
+  ASSERT_TRUE(link.Attach(Loopback(port), 77).ok());
+  const auto reply = link.Run(kClearRows, Buffer(), [&]() -> StatusOr<Segments> {
+    has_begun = true;
+    Await([&] { return has_copy.load(); });
+    Await([&] { return !link.is_copying(); });
+    // The lease of the messages before has certainly expired then, and another one is valid.
+    std::this_thread::sleep_for(2 * LeaseOf(kLongDeadline));
+    const uint64_t known = num_heartbeats;
+    Await([&] { return num_heartbeats > known + 1 && link.CheckServes().ok(); });
+    return Segments();
+  });
+  EXPECT_TRUE(reply.ok()) << reply.status().ToString();
+  EXPECT_EQ(link.state(), StandbyLink::State::kReplicating);
+  has_begun = true;  // also where it was refused
+  link.Release();
+}
+
 TEST_F(StandbyTest, AnOperationThatFailsOnTheStandbyAloneMakesItUnfit) {
   Attach();
   ASSERT_TRUE(Configure().ok());
