@@ -32,8 +32,12 @@ OperationLog::~OperationLog() {
   Join();
 }
 
+// The numbers and the copy belong to one primary: operations of another would count as repeated.
 void OperationLog::Follow(uint64_t primary) {
   const std::lock_guard lock(mutex_);
+  if (primary != primary_ && heard_at_.has_value()) {
+    BecomeUnfit(FailedPrecondition("it has rows or operations of another primary"));
+  }
   primary_ = primary;
 }
 

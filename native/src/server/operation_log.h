@@ -48,7 +48,8 @@ class OperationLog {
   OperationLog(const Options& options, Apply apply, TakeCopy take_copy);
   ~OperationLog();
 
-  // The incarnation whose messages are accepted from now on.
+  // The incarnation whose messages are accepted from now on. The standby is unfit where it has
+  // accepted a message of another one before: it ends, and a new server follows.
   void Follow(uint64_t primary);
   // Returns when the message has been dealt with; an operation is only stored. A repeated one is
   // accepted. Waits for the operation before it, never for room: without, it says kUnavailable.

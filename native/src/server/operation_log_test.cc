@@ -91,6 +91,27 @@ TEST_F(OperationLogTest, AnOperationThatFailsMakesItUnfit) {
   EXPECT_FALSE(log.TakeOver(true).ok());
 }
 
+TEST_F(OperationLogTest, DoesNotCountTheOperationsOfAnotherPrimaryAsRepeated) {
+  ASSERT_TRUE(Add(0, 10).ok());
+  log.Follow(kPrimary);
+  EXPECT_EQ(log.state(), OperationLog::State::kFollowing);
+  log.Follow(kPrimary + 7);
+  const Status refused =
+      log.Take({kPrimary + 7, kStandby, ReplicateKind::kHeartbeat, 0, 0, {}}, Soon());
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
+  EXPECT_NE(refused.message().find("of another primary"), std::string::npos) << refused.ToString();
+  EXPECT_EQ(log.state(), OperationLog::State::kUnfit);
+}
+
+TEST_F(OperationLogTest, MayFollowAnotherPrimaryBeforeTheFirstMessage) {
+  log.Follow(kPrimary + 7);
+  log.Follow(kPrimary);
+  ASSERT_TRUE(Add(0, 10).ok());
+  ASSERT_TRUE(Send(ReplicateKind::kCopyEnd).ok());
+  ASSERT_TRUE(log.TakeOver(true).ok());
+  EXPECT_EQ(applied, (std::vector<uint8_t>{10}));
+}
+
 TEST_F(OperationLogTest, TheLastOperationOfTheLogMayFailTheTakeOver) {
   ASSERT_TRUE(Add(0, kBad).ok());
   ASSERT_TRUE(Send(ReplicateKind::kCopyEnd).ok());
