@@ -59,7 +59,7 @@ class OperationLog {
 
   // Accepts nothing more, and returns when all of the log are applied. kUnavailable: the lease of
   // the primary may still be valid; not asked where the primary `has_ended`. kFailedPrecondition:
-  // this server must not take over.
+  // this server must not take over. One that fails in an operation of the log fails again.
   Status TakeOver(bool has_ended);
   // Whether this server will never take over. False: it has.
   bool Renounce();
@@ -84,6 +84,8 @@ class OperationLog {
   Status Add(std::unique_lock<std::mutex>* lock, const ReplicateRequest& message,
              net::Clock::time_point deadline);
   void BecomeUnfit(const Status& failure);
+
+  Status BeginTakeOver(bool has_ended);
   void ApplyAll();
   void Join();
 
