@@ -341,5 +341,18 @@ TEST_F(StandbyTest, RefusesConfigsThatItCannotReplicate) {
   EXPECT_NE(status.message().find("admit_after"), std::string::npos);
 }
 
+// As loading a checkpoint does, which asks the store alone.
+TEST_F(StandbyTest, IsNotAttachedToAConfigThatItCannotReplicate) {
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdam;
+  config.admit_after = 2;
+  ASSERT_TRUE(primary_->embedding_store().Configure(config, false).ok());
+  const Status refused =
+      primary_->standby()->Attach(Loopback(standby_port_), standby_->incarnation());
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition) << refused.ToString();
+  EXPECT_NE(refused.message().find("admit_after"), std::string::npos) << refused.ToString();
+  EXPECT_EQ(primary_->standby()->state(), StandbyLink::State::kAlone);
+}
+
 }  // namespace
 }  // namespace persia::server
