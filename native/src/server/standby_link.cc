@@ -1,6 +1,7 @@
 #include "server/standby_link.h"
 
 #include <algorithm>
+#include <exception>
 #include <future>
 #include <utility>
 
@@ -139,10 +140,10 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
     return Unavailable("the standby is slow: too many operations wait for it");
   }
   // Again, under the lock: what is applied below is sent, or was never to be.
-  if (state_ == State::kBroken) return Unavailable("the standby does not answer: " + reason());
+  if (state_ == State::kBroken) return Unavailable("the link to the standby broke: " + reason());
   PERSIA_RETURN_IF_ERROR(state_ == State::kFenced ? Unavailable(reason()) : Status::Ok());
-  auto reply = apply();
-  // What failed has changed nothing, so the standby does not need it.
+  auto reply = ApplyHere(apply);
+  // What was refused has changed nothing, so the standby does not need it.
   if (!reply.ok() || channel_ == nullptr) return reply;
   const ChannelPtr channel = channel_;
   const auto answer = std::make_shared<std::promise<Status>>();
@@ -168,6 +169,21 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
   has_place_.notify_all();
   if (!taken.ok()) return Unavailable("the standby has not taken the operation: " + reason());
   return reply;
+}
+
+// What fails within, rather than being refused, may have changed some rows: the standby's differ.
+StatusOr<Segments> StandbyLink::ApplyHere(const std::function<StatusOr<Segments>()>& apply) {
+  const auto may_be_applied_in_part = [this](const std::string& failure) {
+    if (channel_ != nullptr) Break(channel_, Internal("an operation failed here: " + failure));
+  };
+  try {
+    auto reply = apply();
+    if (reply.code() == StatusCode::kInternal) may_be_applied_in_part(reply.status().message());
+    return reply;
+  } catch (const std::exception& error) {
+    may_be_applied_in_part(error.what());
+    throw;
+  }
 }
 
 std::string StandbyLink::reason() const {

@@ -40,7 +40,7 @@ class StandbyLink {
   enum class State : uint8_t {
     kAlone,        // operations are applied here only
     kReplicating,  // and sent to the standby
-    kBroken,       // the standby does not take them: all requests wait for Release() or Fence()
+    kBroken,       // the standby lacks operations: all requests wait for Release() or Fence()
     kFenced,       // another server has this one's place: nothing is answered any more
   };
   struct Options {
@@ -68,7 +68,8 @@ class StandbyLink {
   // Whether this server may answer a request now: one atomic read while all is well.
   Status CheckServes() const;
   // Runs `apply`, and returns its reply when the standby has the operation. kUnavailable: it could
-  // not be sent; the caller repeats it, here or at the standby.
+  // not be sent; the caller repeats it, here or at the standby. An exception of `apply`, or
+  // kInternal, breaks the link: the operation may be applied in part.
   StatusOr<Segments> Run(const MethodId& method, const Buffer& body,
                          const std::function<StatusOr<Segments>()>& apply);
 
@@ -87,6 +88,8 @@ class StandbyLink {
   // to make room, or take longer than the lease.
   void SendCopy(const ChannelPtr& channel, uint64_t standby, std::unique_ptr<RowCopy> copy);
   void SendHeartbeats(const ChannelPtr& channel, uint64_t standby);
+  // Requires order_.
+  StatusOr<Segments> ApplyHere(const std::function<StatusOr<Segments>()>& apply);
   void ExtendLease(Clock::time_point sent_at);
   // Unless the link is another one by now.
   void Break(const ChannelPtr& channel, const Status& reason);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -318,6 +319,27 @@ TEST_F(StandbyTest, AnOperationThatFailsOnTheStandbyAloneMakesItUnfit) {
   primary_->standby()->Release();
   Train(1, 1);
   EXPECT_EQ(primary_->metrics()["replicates"], 0u);
+}
+
+TEST_F(StandbyTest, AnOperationThatFailsHalfWayBreaksTheLink) {
+  const auto out_of_memory = []() -> StatusOr<Segments> { throw std::bad_alloc(); };
+  const auto fails = []() -> StatusOr<Segments> { return Internal("half of it is done"); };
+  const auto is_refused = []() -> StatusOr<Segments> { return InvalidArgument("nothing is done"); };
+  StandbyLink& link = *primary_->standby();
+  EXPECT_THROW(static_cast<void>(link.Run(kClearRows, Buffer(), out_of_memory)), std::bad_alloc);
+  EXPECT_EQ(link.state(), StandbyLink::State::kAlone);
+  Attach();
+  EXPECT_FALSE(link.Run(kClearRows, Buffer(), is_refused).ok());
+  EXPECT_EQ(link.state(), StandbyLink::State::kReplicating);
+  EXPECT_THROW(static_cast<void>(link.Run(kClearRows, Buffer(), out_of_memory)), std::bad_alloc);
+  EXPECT_EQ(link.state(), StandbyLink::State::kBroken);
+  link.Release();
+  standby_ = MakeReplica(true, &standby_port_, kLongDeadline);
+  Attach();
+  EXPECT_EQ(link.Run(kClearRows, Buffer(), fails).code(), StatusCode::kInternal);
+  EXPECT_EQ(link.state(), StandbyLink::State::kBroken);
+  EXPECT_NE(link.reason().find("half of it is done"), std::string::npos) << link.reason();
+  EXPECT_EQ(standby_->log()->num_received(), 0u);
 }
 
 TEST_F(StandbyTest, RefusesMessagesOfStrangers) {
