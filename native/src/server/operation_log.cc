@@ -32,8 +32,12 @@ OperationLog::~OperationLog() {
   Join();
 }
 
+// The numbers and the copy belong to one primary: operations of another would count as repeated.
 void OperationLog::Follow(uint64_t primary) {
   const std::lock_guard lock(mutex_);
+  if (primary != primary_ && heard_at_.has_value()) {
+    BecomeUnfit(FailedPrecondition("it has rows or operations of another primary"));
+  }
   primary_ = primary;
 }
 
@@ -104,28 +108,31 @@ void OperationLog::BecomeUnfit(const Status& failure) {
 }
 
 Status OperationLog::TakeOver(bool has_ended) {
-  {
-    std::unique_lock lock(mutex_);
-    if (state_ == State::kTakenOver) return Status::Ok();
-    if (state_ != State::kFollowing) {
-      return FailedPrecondition(NameOf(state_) +
-                                (failure_.ok() ? std::string() : ": " + failure_.message()));
-    }
-    if (!has_copy_ || !heard_at_.has_value()) {
-      return FailedPrecondition("this standby does not have all rows of its primary yet");
-    }
-    const auto silent_for = net::Clock::now() - *heard_at_;
-    if (!has_ended && silent_for < options_.lease * kLeaseMargin) {
-      return Unavailable("the lease of the primary may still be valid");
-    }
-    // Under the lock: no message extends the lease from here on.
-    state_ = State::kTakenOver;
-    has_ended_ = true;
-    changed_.notify_all();
-  }
+  PERSIA_RETURN_IF_ERROR(BeginTakeOver(has_ended));
   Join();
   // An operation of the log may have failed just now.
   return failure();
+}
+
+Status OperationLog::BeginTakeOver(bool has_ended) {
+  const std::lock_guard lock(mutex_);
+  if (state_ == State::kTakenOver) return Status::Ok();
+  if (state_ != State::kFollowing) {
+    return FailedPrecondition(NameOf(state_) +
+                              (failure_.ok() ? std::string() : ": " + failure_.message()));
+  }
+  if (!has_copy_ || !heard_at_.has_value()) {
+    return FailedPrecondition("this standby does not have all rows of its primary yet");
+  }
+  const auto silent_for = net::Clock::now() - *heard_at_;
+  if (!has_ended && silent_for < options_.lease * kLeaseMargin) {
+    return Unavailable("the lease of the primary may still be valid");
+  }
+  // Under the lock: no message extends the lease from here on.
+  state_ = State::kTakenOver;
+  has_ended_ = true;
+  changed_.notify_all();
+  return Status::Ok();
 }
 
 bool OperationLog::Renounce() {

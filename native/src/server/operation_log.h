@@ -48,7 +48,8 @@ class OperationLog {
   OperationLog(const Options& options, Apply apply, TakeCopy take_copy);
   ~OperationLog();
 
-  // The incarnation whose messages are accepted from now on.
+  // The incarnation whose messages are accepted from now on. The standby is unfit where it has
+  // accepted a message of another one before: it ends, and a new server follows.
   void Follow(uint64_t primary);
   // Returns when the message has been dealt with; an operation is only stored. A repeated one is
   // accepted. Waits for the operation before it, never for room: without, it says kUnavailable.
@@ -58,7 +59,7 @@ class OperationLog {
 
   // Accepts nothing more, and returns when all of the log are applied. kUnavailable: the lease of
   // the primary may still be valid; not asked where the primary `has_ended`. kFailedPrecondition:
-  // this server must not take over.
+  // this server must not take over. One that fails in an operation of the log fails again.
   Status TakeOver(bool has_ended);
   // Whether this server will never take over. False: it has.
   bool Renounce();
@@ -83,6 +84,8 @@ class OperationLog {
   Status Add(std::unique_lock<std::mutex>* lock, const ReplicateRequest& message,
              net::Clock::time_point deadline);
   void BecomeUnfit(const Status& failure);
+
+  Status BeginTakeOver(bool has_ended);
   void ApplyAll();
   void Join();
 

@@ -24,7 +24,12 @@ class OperationLogTest : public ::testing::Test {
             {.standby = kStandby, .max_bytes = max_bytes, .lease = lease},
             [this](uint8_t method, const Buffer&) {
               applied.push_back(method);
-              return method == kBad ? ResourceExhausted("no memory") : Status::Ok();
+              // Else the standby would be unfit before it takes over.
+              while (method == kLateBad && log.state() != OperationLog::State::kTakenOver) {
+                std::this_thread::yield();
+              }
+              return method == kBad || method == kLateBad ? ResourceExhausted("no memory")
+                                                          : Status::Ok();
             },
             [](ReplicateKind, std::span<const std::byte>) { return Status::Ok(); }) {
     log.Follow(kPrimary);
@@ -35,7 +40,7 @@ class OperationLogTest : public ::testing::Test {
                     deadline);
   }
 
-  static constexpr uint8_t kBad = 99;
+  static constexpr uint8_t kBad = 99, kLateBad = 98;
   const std::vector<std::byte> body = std::vector<std::byte>(8);
   std::vector<uint8_t> applied;  // by the thread of the log, which TakeOver() joins
   OperationLog log;
@@ -91,10 +96,33 @@ TEST_F(OperationLogTest, AnOperationThatFailsMakesItUnfit) {
   EXPECT_FALSE(log.TakeOver(true).ok());
 }
 
-TEST_F(OperationLogTest, TheLastOperationOfTheLogMayFailTheTakeOver) {
-  ASSERT_TRUE(Add(0, kBad).ok());
+TEST_F(OperationLogTest, DoesNotCountTheOperationsOfAnotherPrimaryAsRepeated) {
+  ASSERT_TRUE(Add(0, 10).ok());
+  log.Follow(kPrimary);
+  EXPECT_EQ(log.state(), OperationLog::State::kFollowing);
+  log.Follow(kPrimary + 7);
+  const Status refused =
+      log.Take({kPrimary + 7, kStandby, ReplicateKind::kHeartbeat, 0, 0, {}}, Soon());
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition);
+  EXPECT_NE(refused.message().find("of another primary"), std::string::npos) << refused.ToString();
+  EXPECT_EQ(log.state(), OperationLog::State::kUnfit);
+}
+
+TEST_F(OperationLogTest, MayFollowAnotherPrimaryBeforeTheFirstMessage) {
+  log.Follow(kPrimary + 7);
+  log.Follow(kPrimary);
+  ASSERT_TRUE(Add(0, 10).ok());
   ASSERT_TRUE(Send(ReplicateKind::kCopyEnd).ok());
-  EXPECT_FALSE(log.TakeOver(true).ok());
+  ASSERT_TRUE(log.TakeOver(true).ok());
+  EXPECT_EQ(applied, (std::vector<uint8_t>{10}));
+}
+
+TEST_F(OperationLogTest, TheLastOperationOfTheLogMayFailTheTakeOver) {
+  ASSERT_TRUE(Add(0, kLateBad).ok());
+  ASSERT_TRUE(Send(ReplicateKind::kCopyEnd).ok());
+  for (int i = 0; i < 2; ++i) {  // asked again, too
+    EXPECT_EQ(log.TakeOver(true).code(), StatusCode::kResourceExhausted);
+  }
 }
 
 class FullLogTest : public OperationLogTest {

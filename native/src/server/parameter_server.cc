@@ -159,9 +159,17 @@ std::unique_ptr<StandbyLink> ParameterServer::MakeLink() {
   const StandbyLink::Options link{
       .incarnation = incarnation_,
       .deadline = options_.standby_deadline,
-      // Two handler threads are left for requests that change nothing.
+      // Two handler threads are left for requests that change nothing. Others may wait there, too,
+      // but not for the standby's answer: for a place, which is for the lease at most, and for
+      // operations that are being applied.
       .max_waiting = std::max(3u, options_.rpc.num_handler_threads) - 2};
-  return std::make_unique<StandbyLink>(link, [this] { return RowCopy::Begin(*store_, updates_); });
+  // A checkpoint may have brought the config; while the copy is under way, none is loaded.
+  const auto begin_copy = [this]() -> StatusOr<std::unique_ptr<RowCopy>> {
+    PERSIA_ASSIGN_OR_RETURN(auto copy, RowCopy::Begin(*store_, updates_));
+    if (const auto config = store_->config()) PERSIA_RETURN_IF_ERROR(CheckReplicable(*config));
+    return copy;
+  };
+  return std::make_unique<StandbyLink>(link, begin_copy);
 }
 
 std::unique_ptr<OperationLog> ParameterServer::MakeLog() {

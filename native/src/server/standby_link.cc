@@ -1,6 +1,7 @@
 #include "server/standby_link.h"
 
 #include <algorithm>
+#include <exception>
 #include <future>
 #include <utility>
 
@@ -20,10 +21,11 @@ StandbyLink::~StandbyLink() { Detach(State::kFenced, "this parameter server has 
 Status StandbyLink::Attach(const std::string& address, uint64_t standby) {
   const std::lock_guard lifecycle(lifecycle_);
   const std::lock_guard lock(order_);
-  if (state_ == State::kFenced) return FailedPrecondition(reason_);
+  if (state_ == State::kFenced) return FailedPrecondition(reason());
   if (channel_ != nullptr) return FailedPrecondition("the server has a standby already");
   // No operation is under way: the copy has all that came before, and the log all that follows.
   PERSIA_ASSIGN_OR_RETURN(auto copy, begin_copy_());
+  const std::lock_guard link_lock(link_);
   channel_ = std::make_shared<net::Channel>(net::Channel::Options{.peer = "the standby"});
   channel_->SetAddress(address);
   standby_ = standby;
@@ -32,10 +34,10 @@ Status StandbyLink::Attach(const std::string& address, uint64_t standby) {
   is_copying_ = true;
   lease_until_ = (Clock::now() + lease_).time_since_epoch().count();
   state_ = State::kReplicating;
-  threads_.emplace_back([this, channel = channel_, copy = std::move(copy)]() mutable {
-    SendCopy(channel, std::move(copy));
+  threads_.emplace_back([this, channel = channel_, standby, copy = std::move(copy)]() mutable {
+    SendCopy(channel, standby, std::move(copy));
   });
-  threads_.emplace_back([this, channel = channel_] { SendHeartbeats(channel); });
+  threads_.emplace_back([this, channel = channel_, standby] { SendHeartbeats(channel, standby); });
   return Status::Ok();
 }
 
@@ -47,15 +49,17 @@ void StandbyLink::Detach(State state, const std::string& reason) {
   const std::lock_guard lifecycle(lifecycle_);
   ChannelPtr channel;
   {
+    // An operation is applied and sent, or neither: one that is under way is waited for.
     const std::lock_guard lock(order_);
+    const std::lock_guard link_lock(link_);
     if (state_ == State::kFenced) return;  // for good
     channel = std::exchange(channel_, nullptr);
     reason_ = reason;
     is_copying_ = false;
     state_ = state;
-    changed_.notify_all();
+    link_changed_.notify_all();
   }
-  // Outside the lock: it ends the calls that are under way.
+  // Outside the locks: it ends the calls that are under way.
   if (channel != nullptr) channel->Close();
   for (std::thread& thread : threads_) thread.join();
   threads_.clear();
@@ -63,51 +67,48 @@ void StandbyLink::Detach(State state, const std::string& reason) {
 
 void StandbyLink::Break(const ChannelPtr& channel, const Status& reason) {
   {
-    const std::lock_guard lock(order_);
+    const std::lock_guard lock(link_);
     if (channel_ != channel || state_ != State::kReplicating) return;
     reason_ = reason.message();
     is_copying_ = false;
     state_ = State::kBroken;
-    changed_.notify_all();
+    link_changed_.notify_all();
   }
   // Nothing of this link may reach the standby from now on.
   channel->Close();
 }
 
-// Requires order_, or that the link does not change.
-ReplicateRequest StandbyLink::Message(ReplicateKind kind, std::span<const std::byte> body) const {
-  return {options_.incarnation, standby_, kind, 0, 0, body};
+ReplicateRequest StandbyLink::Message(uint64_t standby, ReplicateKind kind,
+                                      std::span<const std::byte> body) const {
+  return {options_.incarnation, standby, kind, 0, 0, body};
 }
 
-void StandbyLink::SendCopy(const ChannelPtr& channel, std::unique_ptr<RowCopy> copy) {
+// A standby that was released has a closed channel, which ends the copy.
+void StandbyLink::SendCopy(const ChannelPtr& channel, uint64_t standby,
+                           std::unique_ptr<RowCopy> copy) {
   const Status status = copy->SendTo([&](ReplicateKind kind, std::span<const std::byte> body) {
-    ReplicateRequest message;
-    {
-      const std::lock_guard lock(order_);
-      if (channel_ != channel) return Unavailable("the standby was released");
-      message = Message(kind, body);
-    }
-    return net::Call(*channel, kReplicate, std::move(message), Clock::now() + options_.deadline);
+    return net::Call(*channel, kReplicate, Message(standby, kind, body),
+                     Clock::now() + options_.deadline);
   });
   copy.reset();
   if (!status.ok()) return Break(channel, status);
-  const std::lock_guard lock(order_);
+  const std::lock_guard lock(link_);
   if (channel_ == channel) is_copying_ = false;
 }
 
 // Also where operations extend the lease: a standby that has taken over, or ended, is noticed.
-void StandbyLink::SendHeartbeats(const ChannelPtr& channel) {
-  std::unique_lock lock(order_);
-  while (channel_ == channel && state_ == State::kReplicating) {
-    const ReplicateRequest message = Message(ReplicateKind::kHeartbeat, {});
+void StandbyLink::SendHeartbeats(const ChannelPtr& channel, uint64_t standby) {
+  const ReplicateRequest message = Message(standby, ReplicateKind::kHeartbeat, {});
+  const auto has_ended = [&] { return channel_ != channel || state_ != State::kReplicating; };
+  std::unique_lock lock(link_);
+  while (!has_ended()) {
     lock.unlock();
     const auto sent_at = Clock::now();
     const Status status = net::Call(*channel, kReplicate, message, sent_at + options_.deadline);
     if (!status.ok()) return Break(channel, status);
     ExtendLease(sent_at);
     lock.lock();
-    changed_.wait_for(lock, lease_ / 5,
-                      [&] { return channel_ != channel || state_ != State::kReplicating; });
+    link_changed_.wait_for(lock, lease_ / 5, has_ended);
   }
 }
 
@@ -134,19 +135,19 @@ Status StandbyLink::CheckServes() const {
 StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
                                     const std::function<StatusOr<Segments>()>& apply) {
   std::unique_lock lock(order_);
-  changed_.wait_for(lock, lease_, [this] { return num_waiting_ < options_.max_waiting; });
+  has_place_.wait_for(lock, lease_, [this] { return num_waiting_ < options_.max_waiting; });
   if (num_waiting_ >= options_.max_waiting) {
     return Unavailable("the standby is slow: too many operations wait for it");
   }
   // Again, under the lock: what is applied below is sent, or was never to be.
-  if (state_ == State::kBroken) return Unavailable("the standby does not answer: " + reason_);
-  PERSIA_RETURN_IF_ERROR(state_ == State::kFenced ? Unavailable(reason_) : Status::Ok());
-  auto reply = apply();
-  // What failed has changed nothing, so the standby does not need it.
+  if (state_ == State::kBroken) return Unavailable("the link to the standby broke: " + reason());
+  PERSIA_RETURN_IF_ERROR(state_ == State::kFenced ? Unavailable(reason()) : Status::Ok());
+  auto reply = ApplyHere(apply);
+  // What was refused has changed nothing, so the standby does not need it.
   if (!reply.ok() || channel_ == nullptr) return reply;
   const ChannelPtr channel = channel_;
   const auto answer = std::make_shared<std::promise<Status>>();
-  ReplicateRequest message = Message(ReplicateKind::kOperation, body.span());
+  ReplicateRequest message = Message(standby_, ReplicateKind::kOperation, body.span());
   message.method = method.number;
   message.number = next_++;
   const auto sent_at = Clock::now();
@@ -165,13 +166,28 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
   }
   lock.lock();
   --num_waiting_;
-  changed_.notify_all();
-  if (!taken.ok()) return Unavailable("the standby has not taken the operation: " + reason_);
+  has_place_.notify_all();
+  if (!taken.ok()) return Unavailable("the standby has not taken the operation: " + reason());
   return reply;
 }
 
+// What fails within, rather than being refused, may have changed some rows: the standby's differ.
+StatusOr<Segments> StandbyLink::ApplyHere(const std::function<StatusOr<Segments>()>& apply) {
+  const auto may_be_applied_in_part = [this](const std::string& failure) {
+    if (channel_ != nullptr) Break(channel_, Internal("an operation failed here: " + failure));
+  };
+  try {
+    auto reply = apply();
+    if (reply.code() == StatusCode::kInternal) may_be_applied_in_part(reply.status().message());
+    return reply;
+  } catch (const std::exception& error) {
+    may_be_applied_in_part(error.what());
+    throw;
+  }
+}
+
 std::string StandbyLink::reason() const {
-  const std::lock_guard lock(order_);
+  const std::lock_guard lock(link_);
   return reason_;
 }
 

@@ -40,7 +40,7 @@ class StandbyLink {
   enum class State : uint8_t {
     kAlone,        // operations are applied here only
     kReplicating,  // and sent to the standby
-    kBroken,       // the standby does not take them: all requests wait for Release() or Fence()
+    kBroken,       // the standby lacks operations: all requests wait for Release() or Fence()
     kFenced,       // another server has this one's place: nothing is answered any more
   };
   struct Options {
@@ -68,7 +68,8 @@ class StandbyLink {
   // Whether this server may answer a request now: one atomic read while all is well.
   Status CheckServes() const;
   // Runs `apply`, and returns its reply when the standby has the operation. kUnavailable: it could
-  // not be sent; the caller repeats it, here or at the standby.
+  // not be sent; the caller repeats it, here or at the standby. An exception of `apply`, or
+  // kInternal, breaks the link: the operation may be applied in part.
   StatusOr<Segments> Run(const MethodId& method, const Buffer& body,
                          const std::function<StatusOr<Segments>()>& apply);
 
@@ -81,9 +82,14 @@ class StandbyLink {
   using Clock = net::Clock;
   using ChannelPtr = std::shared_ptr<net::Channel>;
 
-  ReplicateRequest Message(ReplicateKind kind, std::span<const std::byte> body) const;
-  void SendCopy(const ChannelPtr& channel, std::unique_ptr<RowCopy> copy);
-  void SendHeartbeats(const ChannelPtr& channel);
+  ReplicateRequest Message(uint64_t standby, ReplicateKind kind,
+                           std::span<const std::byte> body) const;
+  // The threads of a link. They never take order_: the operation that has it may wait for the copy
+  // to make room, or take longer than the lease.
+  void SendCopy(const ChannelPtr& channel, uint64_t standby, std::unique_ptr<RowCopy> copy);
+  void SendHeartbeats(const ChannelPtr& channel, uint64_t standby);
+  // Requires order_.
+  StatusOr<Segments> ApplyHere(const std::function<StatusOr<Segments>()>& apply);
   void ExtendLease(Clock::time_point sent_at);
   // Unless the link is another one by now.
   void Break(const ChannelPtr& channel, const Status& reason);
@@ -93,19 +99,22 @@ class StandbyLink {
   const Options options_;
   const std::chrono::milliseconds lease_;
   const BeginCopy begin_copy_;
-  std::atomic<State> state_ = State::kAlone;  // written under order_
+  std::atomic<State> state_ = State::kAlone;  // written under link_
   std::atomic<bool> is_copying_ = false;
   std::atomic<Clock::rep> lease_until_ = 0;
 
   std::mutex lifecycle_;              // serialises Attach, Release and Fence; taken before order_
   std::vector<std::thread> threads_;  // guarded by lifecycle_
 
-  mutable std::mutex order_;  // held while an operation is applied and numbered; guards the rest
-  std::condition_variable changed_;
-  ChannelPtr channel_;  // null: there is no standby
+  std::mutex order_;  // held while an operation is applied and numbered; guards what follows
+  std::condition_variable has_place_;
   uint64_t standby_ = 0;
   uint64_t next_ = 0;
   uint32_t num_waiting_ = 0;
+  ChannelPtr channel_;  // null: there is no standby; written under both locks
+
+  mutable std::mutex link_;  // taken after order_, and never held for long; guards what follows
+  std::condition_variable link_changed_;
   std::string reason_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -259,6 +260,40 @@ TEST_F(StandbyTest, AFrozenStandbyHoldsNoHandlerThreadFromOthers) {
   EXPECT_TRUE(net::Call(channel_, kCountRows, {}, Soon()).ok());
 }
 
+// An operation may wait until the copy makes room for it, or take longer than the lease.
+TEST_F(StandbyTest, ALongOperationHoldsUpNeitherTheCopyNorTheLease) {
+  ASSERT_TRUE(Configure().ok());
+  for (uint64_t step = 1; step <= 10; ++step) Train(1, step);
+  // In the standby's place: takes no piece of the copy before the operation has begun.
+  std::atomic<bool> has_begun = false, has_copy = false;
+  std::atomic<uint64_t> num_heartbeats = 0;
+  const auto take = [&](const ReplicateRequest& request, const net::CallContext&) -> Status {
+    if (request.kind == ReplicateKind::kHeartbeat) ++num_heartbeats;
+    if (request.kind == ReplicateKind::kCopyConfig) Await([&] { return has_begun.load(); });
+    if (request.kind == ReplicateKind::kCopyEnd) has_copy = true;
+    return Status::Ok();
+  };
+  net::Server receiver({.num_handler_threads = 4});
+  receiver.Handle(kReplicate, net::MakeHandler(kReplicate, take));
+  const uint16_t port = receiver.Start().value();
+  StandbyLink& link = *primary_->standby();
+  ASSERT_TRUE(link.Attach(Loopback(port), 77).ok());
+  const auto reply = link.Run(kClearRows, Buffer(), [&]() -> StatusOr<Segments> {
+    has_begun = true;
+    Await([&] { return has_copy.load(); });
+    Await([&] { return !link.is_copying(); });
+    // The lease of the messages before has certainly expired then, and another one is valid.
+    std::this_thread::sleep_for(2 * LeaseOf(kLongDeadline));
+    const uint64_t known = num_heartbeats;
+    Await([&] { return num_heartbeats > known + 1 && link.CheckServes().ok(); });
+    return Segments();
+  });
+  EXPECT_TRUE(reply.ok()) << reply.status().ToString();
+  EXPECT_EQ(link.state(), StandbyLink::State::kReplicating);
+  has_begun = true;  // also where it was refused
+  link.Release();
+}
+
 TEST_F(StandbyTest, AnOperationThatFailsOnTheStandbyAloneMakesItUnfit) {
   Attach();
   ASSERT_TRUE(Configure().ok());
@@ -286,6 +321,27 @@ TEST_F(StandbyTest, AnOperationThatFailsOnTheStandbyAloneMakesItUnfit) {
   EXPECT_EQ(primary_->metrics()["replicates"], 0u);
 }
 
+TEST_F(StandbyTest, AnOperationThatFailsHalfWayBreaksTheLink) {
+  const auto out_of_memory = []() -> StatusOr<Segments> { throw std::bad_alloc(); };
+  const auto fails = []() -> StatusOr<Segments> { return Internal("half of it is done"); };
+  const auto is_refused = []() -> StatusOr<Segments> { return InvalidArgument("nothing is done"); };
+  StandbyLink& link = *primary_->standby();
+  EXPECT_THROW(static_cast<void>(link.Run(kClearRows, Buffer(), out_of_memory)), std::bad_alloc);
+  EXPECT_EQ(link.state(), StandbyLink::State::kAlone);
+  Attach();
+  EXPECT_FALSE(link.Run(kClearRows, Buffer(), is_refused).ok());
+  EXPECT_EQ(link.state(), StandbyLink::State::kReplicating);
+  EXPECT_THROW(static_cast<void>(link.Run(kClearRows, Buffer(), out_of_memory)), std::bad_alloc);
+  EXPECT_EQ(link.state(), StandbyLink::State::kBroken);
+  link.Release();
+  standby_ = MakeReplica(true, &standby_port_, kLongDeadline);
+  Attach();
+  EXPECT_EQ(link.Run(kClearRows, Buffer(), fails).code(), StatusCode::kInternal);
+  EXPECT_EQ(link.state(), StandbyLink::State::kBroken);
+  EXPECT_NE(link.reason().find("half of it is done"), std::string::npos) << link.reason();
+  EXPECT_EQ(standby_->log()->num_received(), 0u);
+}
+
 TEST_F(StandbyTest, RefusesMessagesOfStrangers) {
   Attach();
   Channel direct({.peer = "the standby"});
@@ -305,6 +361,19 @@ TEST_F(StandbyTest, RefusesConfigsThatItCannotReplicate) {
   const Status status = Configure(2);
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("admit_after"), std::string::npos);
+}
+
+// As loading a checkpoint does, which asks the store alone.
+TEST_F(StandbyTest, IsNotAttachedToAConfigThatItCannotReplicate) {
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdam;
+  config.admit_after = 2;
+  ASSERT_TRUE(primary_->embedding_store().Configure(config, false).ok());
+  const Status refused =
+      primary_->standby()->Attach(Loopback(standby_port_), standby_->incarnation());
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition) << refused.ToString();
+  EXPECT_NE(refused.message().find("admit_after"), std::string::npos) << refused.ToString();
+  EXPECT_EQ(primary_->standby()->state(), StandbyLink::State::kAlone);
 }
 
 }  // namespace
