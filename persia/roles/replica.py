@@ -16,9 +16,9 @@ from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     PersiaError,
+    UnavailableError,
 )
 from persia.messaging.discovery import Directory, ServiceInfo
-from persia.messaging.interface import NoListenerError
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
@@ -118,10 +118,10 @@ class Replica:
             return Sign.ANSWERED, Message.decode(reply)
         except (FailedPreconditionError, InvalidArgumentError):
             raise
-        except NoListenerError:
-            return Sign.GONE, None
         except DeadlineExceededError:
             return Sign.SILENT, None
+        except UnavailableError as error:
+            return (Sign.GONE if error.has_no_listener else Sign.UNKNOWN), None
         except PersiaError:
             return Sign.UNKNOWN, None
 
