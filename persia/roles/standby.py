@@ -101,9 +101,12 @@ class Primary:
         if self._watch is not None:
             self._watch.close()
             self._thread.join()
-        standby = self._standby
-        if standby is not None and self._server.replication in ("replicating", "stalled"):
-            self._server.fence("this parameter server has stopped")
+        standby, state = self._standby, self._server.replication
+        if standby is None:
+            return
+        # Also where the standby cannot take over: requests that wait for it would hold the end.
+        self._server.fence("this parameter server has stopped")
+        if state in ("replicating", "stalled"):
             with contextlib.suppress(PersiaError):
                 self._replica.ask(Question.LEFT, standby.incarnation)
 
@@ -167,13 +170,17 @@ class Primary:
             self._standby = message
         return True
 
-    def _poll(self, message: Message) -> bool:
+    def _poll(self, message: Message) -> bool | None:
+        # No answer: END and LEFT tell the standby what it must do, and until then it has every row.
+        state = self._server.replication
+        if state in ("broken", "fenced"):
+            return None
         standby = self._standby
         if standby is None or standby.incarnation != message.incarnation:
             return False
         # Before the answer: the standby counts from when it asked.
         self._answered_at = time.monotonic()
-        return self._server.replication in ("copying", "replicating", "stalled")
+        return state in ("copying", "replicating", "stalled")
 
     def _run(self) -> None:
         while not self._is_closing.wait(_POLL_S / 2):

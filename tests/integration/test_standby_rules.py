@@ -1,0 +1,119 @@
+"""Who is the server of an index, in the moments that a job rarely meets: real servers and a real broker."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
+
+import pytest
+
+from persia._native import ParameterServer
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
+from persia.messaging.discovery import ServiceInfo
+from persia.messaging.session import NatsSession
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+from persia.roles.replica import Question, Replica, Sign
+from persia.roles.standby import Primary, Standby
+from persia.waiting import Attempts
+
+DEADLINE_S = 60.0  # of a standby: longer than a busy machine pauses
+CONFIG = "settings"
+
+
+class Index:
+    """The processes of parameter server 0: a primary, and a standby that follows it once it is attached."""
+
+    def __init__(self, make_session: Callable[[str], NatsSession], stack: ExitStack) -> None:
+        self._stack, self._make_session = stack, make_session
+        self.server, self.replica = self.process("primary", is_standby=False)
+        share = ServerShare(store=self.server.store, index=0, replicas=1, schema=None, num_threads=1)
+        checkpoints = stack.enter_context(closing(CheckpointService(share)))
+        self.primary = Primary(self.replica, CONFIG, DEADLINE_S, checkpoints)
+
+    def process(self, name: str, *, is_standby: bool) -> tuple[ParameterServer, Replica]:
+        server = ParameterServer(
+            replica_index=0,
+            replica_size=1,
+            capacity=100,
+            num_internal_shards=1,
+            standby_deadline_s=DEADLINE_S,
+            is_standby=is_standby,
+        )
+        port = server.start("127.0.0.1", 0)
+        self._stack.callback(server.stop, 1.0)
+        replica = Replica(self._make_session(name), server, 0, f"127.0.0.1:{port}")
+        self._stack.callback(replica.close)
+        return server, replica
+
+    def attach(self) -> Standby:
+        """A standby that has every row; it does nothing by itself."""
+        server, replica = self.process("standby", is_standby=True)
+        standby = Standby(replica, CONFIG, DEADLINE_S, is_forced=True)
+        server.follow(self.server.incarnation)
+        assert agrees(replica, Question.ATTACH, index=self)
+        self.await_state("replicating")
+        return standby
+
+    def attach_dead(self) -> socket.socket:
+        """A standby that accepts connections and answers nothing."""
+        listener = self._stack.enter_context(closing(socket.create_server(("127.0.0.1", 0))))
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        _, other = self.process("attaching", is_standby=True)
+        other.address = address
+        assert agrees(other, Question.ATTACH, index=self)
+        return listener
+
+    def await_state(self, state: str) -> None:
+        for _ in Attempts(120):
+            if self.server.replication == state:
+                return
+        raise AssertionError(self.server.replication)
+
+
+def agrees(replica: Replica, verb: Question, *, index: Index) -> bool | None:
+    """What the primary answers; None: it does not."""
+    _, answer = replica.ask(verb, index.replica.incarnation, config=CONFIG, timeout_s=60)
+    return None if answer is None else answer.agrees
+
+
+def info(index: Index, **more: Any) -> ServiceInfo:
+    return ServiceInfo(
+        role=EMBEDDING_PARAMETER_SERVER,
+        index=0,
+        replicas=1,
+        incarnation=index.server.incarnation,
+        address=index.replica.address,
+        **more,
+    )
+
+
+@pytest.fixture
+def index(make_session: Callable[[str], NatsSession]) -> Iterator[Index]:
+    with ExitStack() as stack:
+        yield Index(make_session, stack)
+
+
+def test_a_standby_that_asks_a_stopping_primary_is_not_told_to_renounce(index: Index) -> None:
+    standby = index.attach()
+    index.server.fence("it has stopped")  # the first step of `close`; LEFT is still to come
+    sign, answer = standby._replica.ask(Question.POLL, index.replica.incarnation)
+    assert (sign, answer) == (Sign.SILENT, None)
+
+
+def test_a_primary_that_stops_hands_over(index: Index) -> None:
+    standby = index.attach()
+    standby._primary = info(index)
+    index.primary.close()
+    assert index.server.replication == "fenced"
+    assert standby._confirm()
+    assert standby._is_dead()
+    assert standby._take_over()
+
+
+def test_a_primary_stops_at_once_while_its_standby_is_filled(index: Index) -> None:
+    index.attach_dead()
+    index.primary.close()
+    assert index.server.replication == "fenced"
