@@ -103,6 +103,11 @@ class Replica:
         for registration in self._registrations:
             registration.close()
 
+    @property
+    def is_serving(self) -> bool:
+        """False: its standby may have taken over, so that this server speaks for its index no more."""
+        return self.server.replication not in ("stalled", "broken", "fenced")
+
     def handle(self, verb: Question, handler: Callable[[Message], bool | None]) -> None:
         """From now on, `handler` says whether this process agrees to what `verb` asks."""
         self._handlers[verb] = handler

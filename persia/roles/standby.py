@@ -120,11 +120,15 @@ class Primary:
 
     def handle_checkpoint(self, payload: bytes) -> bytes:
         """`handle` of the CheckpointService. A load changes rows without an operation: the standby is
-        released before, and copies the loaded rows afterwards. A dump waits for a copy.
+        released before, and copies the loaded rows afterwards. A dump waits for a copy. UnavailableError:
+        another server may have replaced this one; ask again.
         """
         verb = Request.decode(payload).verb
         if verb in (Verb.DUMP, Verb.TAKE):
             self._await_copy()
+        # The successor answers on the same subject, and writes the same files.
+        if not self._replica.is_serving:
+            raise UnavailableError("this parameter server waits for its standby, which may have replaced it")
         if verb is not Verb.LOAD:
             return self._checkpoints.handle(payload)
         with self._lock:

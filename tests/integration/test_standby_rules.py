@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from persia._native import ParameterServer
+from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
+from persia.errors import PersiaError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
@@ -117,3 +119,18 @@ def test_a_primary_stops_at_once_while_its_standby_is_filled(index: Index) -> No
     index.attach_dead()
     index.primary.close()
     assert index.server.replication == "fenced"
+
+
+@pytest.mark.parametrize("verb", [Verb.DUMP, Verb.LOAD, Verb.POLL])
+def test_a_primary_that_may_have_been_replaced_takes_part_in_no_checkpoint(index: Index, verb: Verb) -> None:
+    request = Request(verb=verb, operation="a").encode()
+    with pytest.raises(PersiaError) as refused:
+        index.primary.handle_checkpoint(request)
+    assert not isinstance(refused.value, UnavailableError)  # the request itself is wrong
+    index.attach_dead()
+    index.await_state("stalled")
+    with pytest.raises(UnavailableError, match="may have replaced it"):
+        index.primary.handle_checkpoint(request)
+    index.server.fence("it was replaced")
+    with pytest.raises(UnavailableError, match="may have replaced it"):
+        index.primary.handle_checkpoint(request)
