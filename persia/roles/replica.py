@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Message",
+    "Presence",
     "Question",
     "Replica",
     "Sign",
@@ -39,6 +42,7 @@ __all__ = [
 _ANSWER_S = 0.5
 PROBE_S = 0.3
 _ALL = "all"
+_PAUSE_S = 3.0  # longer than a round of questions takes
 
 
 class Question(Enum):
@@ -85,6 +89,33 @@ def starts_as_standby(session: NatsSession, index: int) -> bool:
     question = Message(verb=Question.WHO, incarnation="", address="")
     replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
     return any(Message.decode(reply).agrees for reply in replies)
+
+
+class Presence:
+    """Since when this process runs without a pause, on one connection to the broker. Thread-safe.
+
+    One that was frozen or cut off has not asked others, whatever its clock says.
+    """
+
+    def __init__(self, session: NatsSession, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session, self._clock = session, clock
+        self._lock = threading.Lock()
+        self._since = self._seen_at = clock()
+        self._connection = session.num_reconnects
+
+    def lasts_s(self, at: float = float("-inf")) -> float:
+        """Seconds until now, at most those since `at`. More than 3 s between two calls are a pause."""
+        with self._lock:
+            now, connection = self._clock(), self._session.num_reconnects
+            if now - self._seen_at > _PAUSE_S or connection != self._connection:
+                self._since = now
+            self._seen_at, self._connection = now, connection
+            return now - max(self._since, at)
+
+    def end(self) -> None:
+        """It begins anew: the broker is away."""
+        with self._lock:
+            self._since = self._clock()
 
 
 class Replica:

@@ -39,6 +39,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.replica import (
     PROBE_S,
     Message,
+    Presence,
     Question,
     Replica,
     Sign,
@@ -73,6 +74,7 @@ class Primary:
         self._standby: Message | None = None
         self._has_copy = False
         self._answered_at = time.monotonic()
+        self._presence = Presence(replica.session)
         self._is_closing = threading.Event()
         self._watch: Registration | None = None
         self._thread = threading.Thread(target=self._run, name="persia-standby", daemon=True)
@@ -189,6 +191,7 @@ class Primary:
     def _run(self) -> None:
         while not self._is_closing.wait(_POLL_S / 2):
             standby, state = self._standby, self._server.replication
+            self._presence.lasts_s()
             if standby is None:
                 continue
             if state == "replicating" and not self._has_copy:
@@ -198,10 +201,13 @@ class Primary:
                 try:
                     self._resolve(standby, is_broken=state == "broken")
                 except PersiaError as error:  # the broker is away: the next try, until it is back
+                    self._presence.end()
                     get_default_logger().info("the standby at %s is not asked: %s", standby.address, error)
 
     def _resolve(self, standby: Message, *, is_broken: bool) -> None:
         """Continues alone, or ends, as soon as it is certain that the standby does not take over, or has."""
+        # At first: a pause in what follows must not count as a time in which the standby was asked.
+        silent_s = self._presence.lasts_s(self._answered_at)
         sign, answer = self._replica.ask(Question.END if is_broken else Question.WHO, standby.incarnation)
         if is_broken and answer is not None:
             if not answer.agrees:
@@ -210,13 +216,11 @@ class Primary:
         if others := self._replica.others():
             return self._end(str(max(others, key=lambda info: info.term)))
         if not self._replica.reaches_broker():
-            return
+            return self._presence.end()
         if sign is Sign.GONE and accepts_connections(standby.address) is False:
             self._release(standby, "it has ended")
-        elif is_broken:
-            silent_s = time.monotonic() - self._answered_at
-            if silent_s > _TOO_LATE * self._deadline_s + _TOO_LATE_SLACK_S:
-                self._release(standby, f"it has not answered for {silent_s:.0f} s")
+        elif is_broken and silent_s > _TOO_LATE * self._deadline_s + _TOO_LATE_SLACK_S:
+            self._release(standby, f"it has not answered for {silent_s:.0f} s")
 
     def _release(self, standby: Message, reason: str) -> None:
         with self._lock:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from persia.errors import PersiaError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.replica import Question, Replica, Sign
+from persia.roles.replica import Presence, Question, Replica, Sign
 from persia.roles.standby import Primary, Standby
 from persia.waiting import Attempts
 
@@ -65,6 +67,7 @@ class Index:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         _, other = self.process("attaching", is_standby=True)
         other.address = address
+        other.handle(Question.END, lambda _: None)
         assert agrees(other, Question.ATTACH, index=self)
         return listener
 
@@ -134,3 +137,35 @@ def test_a_primary_that_may_have_been_replaced_takes_part_in_no_checkpoint(index
     index.server.fence("it was replaced")
     with pytest.raises(UnavailableError, match="may have replaced it"):
         index.primary.handle_checkpoint(request)
+
+
+def test_a_pause_and_a_cut_of_a_process_begin_its_presence_anew() -> None:
+    session, now = SimpleNamespace(num_reconnects=0), [100.0]
+    presence = Presence(session, lambda: now[0])  # type: ignore[arg-type]
+    for _ in range(5):
+        now[0] += 2
+        presence.lasts_s()
+    assert presence.lasts_s() == 10
+    assert presence.lasts_s(at=107) == 3
+    now[0] += 60
+    assert presence.lasts_s() == 0
+    now[0] += 2
+    assert presence.lasts_s(at=107) == 2
+    session.num_reconnects = 1
+    assert presence.lasts_s() == 0
+    now[0] += 1
+    presence.end()
+    assert presence.lasts_s() == 0
+
+
+def test_a_primary_that_was_frozen_itself_does_not_count_that_as_silence_of_its_standby(index: Index) -> None:
+    index.attach_dead()
+    index.primary._answered_at = time.monotonic() - 3 * DEADLINE_S
+    standby = index.primary._standby
+    assert standby is not None
+    index.primary._resolve(standby, is_broken=True)
+    assert index.primary._standby is standby
+    index.primary._presence._since = index.primary._answered_at  # asked all the time
+    index.primary._presence._seen_at = time.monotonic()
+    index.primary._resolve(standby, is_broken=True)
+    assert index.primary._standby is None
