@@ -34,7 +34,6 @@ __all__ = [
     "Question",
     "Replica",
     "Sign",
-    "accepts_connections",
     "config_hash",
     "starts_as_standby",
 ]
@@ -86,9 +85,7 @@ def starts_as_standby(session: NatsSession, index: int) -> bool:
     """Whether another process has the rows of the index: one that starts can only be its standby."""
     if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
         return True
-    question = Message(verb=Question.WHO, incarnation="", address="")
-    replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
-    return any(Message.decode(reply).agrees for reply in replies)
+    return any(message.agrees for message in _ask_all(session, index))
 
 
 class Presence:
@@ -165,6 +162,17 @@ class Replica:
         """Whether a message has just gone to the broker and come back."""
         return self.ask(Question.WHO, self.incarnation)[0] is Sign.ANSWERED
 
+    def has_ended(self, address: str, incarnation: str) -> bool:
+        """Whether that process listens no more: its port is closed, or is that of a process started since."""
+        accepts = _accepts_connections(address)
+        if accepts is not True:
+            return accepts is False
+        try:
+            present = _ask_all(self.session, self.index)
+        except PersiaError:  # the broker is away: the next try
+            return False
+        return any(other.address == address and other.incarnation != incarnation for other in present)
+
     def others(self) -> list[ServiceInfo]:
         """Other servers that answer as the server of this index."""
         present = Directory(self.session).present(EMBEDDING_PARAMETER_SERVER, PROBE_S)
@@ -188,7 +196,14 @@ class Replica:
             return False
 
 
-def accepts_connections(address: str) -> bool | None:
+def _ask_all(session: NatsSession, index: int) -> list[Message]:
+    """What all processes of the index answer to WHO."""
+    question = Message(verb=Question.WHO, incarnation="", address="")
+    replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
+    return [Message.decode(reply) for reply in replies]
+
+
+def _accepts_connections(address: str) -> bool | None:
     """False: no process listens there. None: its host does not answer."""
     host, _, port = address.rpartition(":")
     try:

@@ -43,7 +43,6 @@ from persia.roles.replica import (
     Question,
     Replica,
     Sign,
-    accepts_connections,
     starts_as_standby,
 )
 from persia.waiting import Attempts
@@ -170,6 +169,8 @@ class Primary:
                 return True
             if self._checkpoints.is_loading:
                 raise FailedPreconditionError("a checkpoint is being loaded: attach the standby afterwards")
+            if known is not None and known.address == message.address:
+                self._release(known, "it was started again")  # its port is that of the new process
             # Before: once it is attached, its loss must be noticed.
             self._has_copy, self._answered_at = False, time.monotonic()
             self._server.attach_standby(message.address, int(message.incarnation, 16))
@@ -217,7 +218,7 @@ class Primary:
             return self._end(str(max(others, key=lambda info: info.term)))
         if not self._replica.reaches_broker():
             return self._presence.end()
-        if sign is Sign.GONE and accepts_connections(standby.address) is False:
+        if sign is Sign.GONE and self._replica.has_ended(standby.address, standby.incarnation):
             self._release(standby, "it has ended")
         elif is_broken and silent_s > _TOO_LATE * self._deadline_s + _TOO_LATE_SLACK_S:
             self._release(standby, f"it has not answered for {silent_s:.0f} s")
@@ -348,7 +349,9 @@ class Standby:
             return True
         if self._sign in (Sign.ANSWERED, Sign.UNKNOWN):
             return False
-        if self._sign is Sign.GONE and accepts_connections(self.primary.address) is False:
+        if self._sign is Sign.GONE and self._replica.has_ended(
+            self.primary.address, f"{self.primary.incarnation:016x}"
+        ):
             return True
         silent_s = min(self._server.silent_for_s, time.monotonic() - self._confirmed[0])
         return silent_s > self._deadline_s and self._replica.reaches_broker()

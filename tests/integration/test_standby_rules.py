@@ -15,7 +15,7 @@ from persia._native import ParameterServer
 from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
-from persia.errors import PersiaError, UnavailableError
+from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
@@ -169,3 +169,29 @@ def test_a_primary_that_was_frozen_itself_does_not_count_that_as_silence_of_its_
     index.primary._presence._seen_at = time.monotonic()
     index.primary._resolve(standby, is_broken=True)
     assert index.primary._standby is None
+
+
+def test_a_standby_that_was_started_again_on_its_port_takes_the_place_of_the_old_one(index: Index) -> None:
+    index.attach_dead()
+    known = index.primary._standby
+    assert known is not None
+    _, other = index.process("of another port", is_standby=True)
+    with pytest.raises(FailedPreconditionError, match="has a standby already"):
+        agrees(other, Question.ATTACH, index=index)
+    other.address = known.address
+    assert agrees(other, Question.ATTACH, index=index)
+    assert index.primary.status()["standby"] == known.address
+
+
+def test_an_open_port_of_another_process_is_no_sign_of_the_old_one(index: Index) -> None:
+    listener = index.attach_dead()
+    known = index.primary._standby
+    assert known is not None
+    assert not index.replica.has_ended(known.address, known.incarnation)
+    _, other = index.process("started again", is_standby=True)
+    other.address = known.address
+    assert index.replica.has_ended(known.address, known.incarnation)
+    other.close()
+    assert not index.replica.has_ended(known.address, known.incarnation)
+    listener.close()
+    assert index.replica.has_ended(known.address, known.incarnation)
