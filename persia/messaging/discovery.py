@@ -160,6 +160,12 @@ class Advertiser:
         """Says again that this service has joined, after another one has said so for its index."""
         self._publish(EventKind.JOINED)
 
+    def outrank(self, other: ServiceInfo) -> None:
+        """Says that this service, and not `other`, is the one of its index, and has its rows."""
+        self.info = replace(self.info, term=other.term + 1, has_rows=True)
+        self._payload = self.info.encode()
+        self._publish(EventKind.JOINED)
+
     def set_replicas(self, replicas: int) -> None:
         """Changes the number of replicas that this service advertises."""
         self.info = replace(self.info, replicas=replicas)

@@ -24,6 +24,7 @@ from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+from persia.waiting import Attempts
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
@@ -41,6 +42,7 @@ __all__ = [
 _ANSWER_S = 0.5
 PROBE_S = 0.3
 _ALL = "all"
+_ROUNDS_S = 3.0  # for the answers of a process on a busy machine
 _PAUSE_S = 3.0  # longer than a round of questions takes
 
 
@@ -83,9 +85,13 @@ def config_hash(section: EmbeddingParameterServerConfig, replicas: int, schema: 
 
 def starts_as_standby(session: NatsSession, index: int) -> bool:
     """Whether another process has the rows of the index: one that starts can only be its standby."""
-    if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
-        return True
-    return any(message.agrees for message in _ask_all(session, index))
+    # Several times: one that is not heard on a busy machine would lose its index to an empty server.
+    for _ in Attempts(_ROUNDS_S, pause_s=_ROUNDS_S / 10):
+        if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
+            return True
+        if any(message.agrees for message in _ask_all(session, index)):
+            return True
+    return False
 
 
 class Presence:

@@ -58,7 +58,8 @@ _REPLACED_EXIT_CODE = 3
 # standby may take over, and when a primary relies on that it does not any more.
 _ELIGIBLE, _ELIGIBLE_SLACK_S = 1.5, 3.0
 _TOO_LATE, _TOO_LATE_SLACK_S = 2.0, 6.0
-_ROUNDS = 3
+# How long a server has run without a pause when a newcomer that has not heard it is the one that errs.
+_PRESENT_S = 15.0
 
 
 class Primary:
@@ -80,18 +81,21 @@ class Primary:
         replica.handle(Question.ATTACH, self._attach)
         replica.handle(Question.POLL, self._poll)
 
-    def start(self, term: int, advertiser: Advertiser) -> None:
-        """Once the server is advertised with `term`."""
+    def start(self, advertiser: Advertiser) -> None:
+        """Once the server is advertised."""
 
         def on_event(event: ServiceEvent) -> None:
             info = event.info
             is_other = info.index == self._replica.index and info.incarnation != self._server.incarnation
             if event.kind is not EventKind.JOINED or not is_other:
                 return
-            if info.term > term:
+            if info.term < advertiser.info.term:
+                # The predecessor has returned, and ends. Who has believed it must not look for it.
+                advertiser.publish_again()
+            elif info.has_rows or self._presence.lasts_s() < _PRESENT_S:
                 self._end(str(info))
-            # The predecessor has returned, and ends. Who has believed it must not look for it.
-            advertiser.publish_again()
+            else:  # a newcomer without rows, which has not heard this server, and ends
+                advertiser.outrank(info)
 
         self._watch = Directory(self._replica.session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
         self._thread.start()
@@ -294,17 +298,14 @@ class Standby:
         """False: nobody has the rows of the index, so that there is nothing to copy."""
         name = f"{EMBEDDING_PARAMETER_SERVER} {self._replica.index} that this standby belongs to"
         refusal: PersiaError | None = None
-        num_absent = 0
         directory = Directory(self._replica.session)
         attempts = Attempts(env.get_deadline_s(), pause_s=_POLL_S, waiting_for=lambda: f"{name} ({refusal})")
         for _ in attempts:
             info = directory.probe(EMBEDDING_PARAMETER_SERVER, self._replica.index, PROBE_S)
             if info is None:
-                num_absent += not starts_as_standby(self._replica.session, self._replica.index)
-                if num_absent == _ROUNDS and not self._is_forced:
+                if not self._is_forced and not starts_as_standby(self._replica.session, self._replica.index):
                     return False
                 continue
-            num_absent = 0
             self._primary = info
             self._server.follow(info.incarnation)
             try:
@@ -380,6 +381,12 @@ class Standby:
         return True
 
 
+def _new_term() -> int:
+    # Rises from each server of an index to the next. The time, as nobody remembers the last one after all of
+    # them have ended: so the clocks of the hosts must agree.
+    return int(time.time() * 1000)
+
+
 class Pair:
     """The two sides of one process of an index, of which it plays one after the other."""
 
@@ -388,9 +395,7 @@ class Pair:
         self._deadline_s = section.standby_deadline_sec
         self._standby: Standby | None = None
         self._primary: Primary | None = None
-        # Rises from each server of an index to the next. The time, as nobody remembers the last one after
-        # all of them have ended.
-        self.term = int(time.time() * 1000)
+        self.term = _new_term()
         self.replaces = 0
 
     def follow(self, *, is_forced: bool) -> bool:
@@ -399,7 +404,8 @@ class Pair:
         if not self._standby.follow():
             return False
         replaced = self._standby.primary
-        self.replaces, self.term = replaced.incarnation, max(self.term, replaced.term + 1)
+        # The time of now: the predecessor may have outranked others since this standby found it.
+        self.replaces, self.term = replaced.incarnation, max(_new_term(), replaced.term + 1)
         return True
 
     def lead(self, checkpoints: CheckpointService) -> None:
@@ -407,7 +413,7 @@ class Pair:
         self._primary = Primary(self._replica, self._config, self._deadline_s, checkpoints)
 
     def start(self, advertiser: Advertiser) -> None:
-        self._side.start(self.term, advertiser)
+        self._side.start(advertiser)
 
     def handle_checkpoint(self, payload: bytes) -> bytes:
         return self._side.handle_checkpoint(payload)

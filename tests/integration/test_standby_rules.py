@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,10 +19,10 @@ from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
-from persia.messaging.discovery import ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.replica import Presence, Question, Replica, Sign
+from persia.roles.replica import Message, Presence, Question, Replica, Sign, starts_as_standby
 from persia.roles.standby import Primary, Standby
 from persia.waiting import Attempts
 
@@ -195,3 +198,54 @@ def test_an_open_port_of_another_process_is_no_sign_of_the_old_one(index: Index)
     assert not index.replica.has_ended(known.address, known.incarnation)
     listener.close()
     assert index.replica.has_ended(known.address, known.incarnation)
+
+
+def test_a_process_that_does_not_hear_the_first_answer_asks_again(index: Index) -> None:
+    session = index.replica.session
+    assert not starts_as_standby(session, 0)
+    asked = threading.Event()
+
+    def answer(_: bytes) -> bytes | None:
+        if not asked.is_set():
+            asked.set()
+            return None
+        return Message(verb=Question.WHO, incarnation="1", address="").encode()
+
+    session.respond(session.subjects.replica(0, "all"), answer)
+    assert starts_as_standby(session, 0)
+
+
+@pytest.mark.parametrize("has_rows", [False, True])
+@pytest.mark.parametrize("was_paused", [False, True])
+def test_an_empty_newcomer_does_not_end_a_server_that_was_there(
+    index: Index,
+    make_session: Callable[[str], NatsSession],
+    monkeypatch: pytest.MonkeyPatch,
+    has_rows: bool,
+    was_paused: bool,
+) -> None:
+    ended, joined = threading.Event(), threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda _: ended.set())
+    advertiser = Advertiser(index.replica.session, info(index, term=5))
+    advertiser.start()
+    index.primary.start(advertiser)
+    if not was_paused:
+        index.primary._presence._since -= 60
+
+    def on_event(event: ServiceEvent) -> None:
+        if event.info.incarnation == index.server.incarnation and event.info.term == 8:
+            joined.set()
+
+    session = make_session("newcomer")
+    watch = Directory(session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
+    newcomer = replace(info(index, term=7, has_rows=has_rows), incarnation=1)
+    session.publish(
+        session.subjects.advertise(EMBEDDING_PARAMETER_SERVER),
+        ServiceEvent(EventKind.JOINED, newcomer).encode(),
+    )
+    is_right = not has_rows and not was_paused
+    assert (joined if is_right else ended).wait(60)
+    assert ended.is_set() is not is_right
+    assert advertiser.info.has_rows is is_right
+    watch.close()
+    index.primary.close()
