@@ -291,8 +291,13 @@ class Standby:
             if state == "renounced" or not self._confirm():
                 self._server.renounce()
                 return False
-            if self._is_dead() and self._take_over():
-                return True
+            try:
+                if self._is_dead() and self._take_over():
+                    return True
+            except UnavailableError as error:  # the broker is away: the next try
+                get_default_logger().info(
+                    "the primary at %s is not replaced: %s", self.primary.address, error
+                )
 
     def _attach(self) -> bool:
         """False: nobody has the rows of the index, so that there is nothing to copy."""
@@ -377,8 +382,24 @@ class Standby:
             self._server.take_over(self._has_left.is_set())
         except UnavailableError:
             return False
+        if not self._has_left.is_set():
+            self._check_succession()
         get_default_logger().error("%s has died: its standby takes over", self.primary)
         return True
+
+    def _check_succession(self) -> None:
+        """Again, before anybody knows the successor: to apply the log, or a pause, may have taken long."""
+        confirmed_s = time.monotonic() - self._confirmed[0]
+        incarnation = f"{self.primary.incarnation:016x}"
+        _, answer = self._replica.ask(Question.POLL, incarnation)
+        has_continued = bool(self._replica.others()) or (answer is not None and not answer.agrees)
+        # From then on a primary that is only cut off may continue alone.
+        is_late = confirmed_s > _TOO_LATE * self._deadline_s + _ELIGIBLE_SLACK_S
+        if has_continued or (is_late and not self._replica.has_ended(self.primary.address, incarnation)):
+            raise FailedPreconditionError(
+                f"the primary at {self.primary.address} may have continued without this standby, which has "
+                f"its word of {confirmed_s:.0f} s ago and ends"
+            )
 
 
 def _new_term() -> int:

@@ -249,3 +249,27 @@ def test_an_empty_newcomer_does_not_end_a_server_that_was_there(
     assert advertiser.info.has_rows is is_right
     watch.close()
     index.primary.close()
+
+
+def test_a_successor_asks_again_before_anybody_knows_it(index: Index) -> None:
+    standby = index.attach()
+    standby._primary = info(index)
+    standby._confirmed = time.monotonic(), 0
+    standby._check_succession()
+    known = index.primary._standby
+    assert known is not None
+    index.primary._release(known, "it was too late")
+    with pytest.raises(FailedPreconditionError, match="may have continued without this standby"):
+        standby._check_succession()
+
+
+def test_a_successor_that_was_paused_for_too_long_ends_unless_its_primary_has_ended(index: Index) -> None:
+    standby = index.attach()
+    standby._primary = info(index)
+    standby._confirmed = time.monotonic() - 3 * DEADLINE_S, 0
+    index.replica.close()
+    with pytest.raises(FailedPreconditionError, match="may have continued without this standby"):
+        standby._check_succession()
+    index.server.fence("it stops")
+    index.server.stop(1.0)
+    standby._check_succession()
