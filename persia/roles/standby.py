@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+from typing import Any
 
 from persia import env
 from persia.checkpoint.protocol import Request, Verb
@@ -80,6 +81,8 @@ class Primary:
         self._thread = threading.Thread(target=self._run, name="persia-standby", daemon=True)
         replica.handle(Question.ATTACH, self._attach)
         replica.handle(Question.POLL, self._poll)
+        # Discovery does not find one that does not serve.
+        replica.handle(Question.WHO, lambda _: self._server.replication != "fenced")
 
     def start(self, advertiser: Advertiser) -> None:
         """Once the server is advertised."""
@@ -432,6 +435,14 @@ class Pair:
     def lead(self, checkpoints: CheckpointService) -> None:
         """From now on this process is the server of its index. `start` once it is advertised."""
         self._primary = Primary(self._replica, self._config, self._deadline_s, checkpoints)
+
+    def advertisement(self) -> dict[str, Any]:
+        """More arguments of `advertised`."""
+        return {
+            "term": self.term,
+            "replaces": self.replaces,
+            "is_serving": lambda: self._replica.is_serving,
+        }
 
     def start(self, advertiser: Advertiser) -> None:
         self._side.start(advertiser)
