@@ -200,8 +200,10 @@ def test_an_open_port_of_another_process_is_no_sign_of_the_old_one(index: Index)
     assert index.replica.has_ended(known.address, known.incarnation)
 
 
-def test_a_process_that_does_not_hear_the_first_answer_asks_again(index: Index) -> None:
-    session = index.replica.session
+def test_a_process_that_does_not_hear_the_first_answer_asks_again(
+    make_session: Callable[[str], NatsSession],
+) -> None:
+    session = make_session("others")
     assert not starts_as_standby(session, 0)
     asked = threading.Event()
 
@@ -273,3 +275,13 @@ def test_a_successor_that_was_paused_for_too_long_ends_unless_its_primary_has_en
     index.server.fence("it stops")
     index.server.stop(1.0)
     standby._check_succession()
+
+
+def test_a_server_that_waits_for_its_standby_is_not_found_and_keeps_its_index(index: Index) -> None:
+    Advertiser(index.replica.session, info(index), is_serving=lambda: index.replica.is_serving).start()
+    directory = Directory(index.replica.session)
+    assert len(directory.present(EMBEDDING_PARAMETER_SERVER, 1.0)) == 1
+    index.attach_dead()
+    index.await_state("stalled")
+    assert directory.present(EMBEDDING_PARAMETER_SERVER, 1.0) == []
+    assert starts_as_standby(index.replica.session, 0)
