@@ -57,7 +57,7 @@ class RowsGuard:
     ) -> None:
         self._directory, self._rule, self._on_lost = directory, rule, on_lost
         # Written by events and by the thread that trains: single operations of a dict are atomic.
-        self._incarnations: dict[int, int] = {}
+        self._servers: dict[int, ServiceInfo] = {}
         self._lost: dict[int, ServiceInfo] = {}
         self._watch = directory.watch(EMBEDDING_PARAMETER_SERVER, self._on_event)
         self._look()
@@ -108,9 +108,11 @@ class RowsGuard:
             self._see(event.info)
 
     def _see(self, server: ServiceInfo) -> None:
-        known = self._incarnations.get(server.index, server.incarnation)
-        self._incarnations[server.index] = server.incarnation
-        if known == server.incarnation:
+        known = self._servers.get(server.index, server)
+        if server.is_outranked_by(known):
+            return
+        self._servers[server.index] = server
+        if known.incarnation == server.incarnation:
             return
         if server.has_rows:
             get_default_logger().warning(

@@ -97,6 +97,15 @@ class ServiceInfo(JsonMessage):
             raise CorruptionError("slot_modes is empty, and an embedding worker has slots")
         return self
 
+    def is_outranked_by(self, known: ServiceInfo) -> bool:
+        """Whether `known` is the server of this index: this one was replaced, and has woken."""
+        if self.term >= known.term:
+            return False
+        get_default_logger().warning(
+            "ignored %s: %s has replaced it, unless the clock of its host was set back", self, known
+        )
+        return True
+
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
         return f"{self.role} {self.index} of {self.replicas}{where} (pid {self.pid})"
@@ -126,9 +135,19 @@ class ServiceEvent(JsonMessage):
 class Advertiser:
     """Advertises this process as a service: joined at the start, answers to who, left at the end."""
 
-    def __init__(self, session: Session, info: ServiceInfo, *, replaces: int = 0) -> None:
-        """`replaces`: the incarnation of a predecessor, which may still answer when it wakes."""
+    def __init__(
+        self,
+        session: Session,
+        info: ServiceInfo,
+        *,
+        replaces: int = 0,
+        is_serving: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`replaces`: the incarnation of a predecessor, which may still answer when it wakes. Callers find
+        the service while `is_serving`, which must not block.
+        """
         self.info = info
+        self._is_serving = is_serving
         self._replaces = replaces
         self._session = session
         self._payload = info.encode()
@@ -160,6 +179,12 @@ class Advertiser:
         """Says again that this service has joined, after another one has said so for its index."""
         self._publish(EventKind.JOINED)
 
+    def outrank(self, other: ServiceInfo) -> None:
+        """Says that this service, and not `other`, is the one of its index, and has its rows."""
+        self.info = replace(self.info, term=other.term + 1, has_rows=True)
+        self._payload = self.info.encode()
+        self._publish(EventKind.JOINED)
+
     def set_replicas(self, replicas: int) -> None:
         """Changes the number of replicas that this service advertises."""
         self.info = replace(self.info, replicas=replicas)
@@ -189,7 +214,7 @@ class Advertiser:
     async def _answer(self, asker: bytes) -> bytes | None:
         # Until its own check is done, only other newcomers see a service. They say who they are in the
         # request; callers of `wait_for` ask with an empty one.
-        return self._payload if self._is_accepted or asker else None
+        return self._payload if asker or (self._is_accepted and self._is_serving()) else None
 
     def _check_conflicts(self) -> None:
         for other in _who(self._session, self.info.role, _CONFLICT_WINDOW_S, asker=self._payload):
@@ -270,7 +295,7 @@ class _Search:
     def accept(self, info: ServiceInfo) -> bool:
         """Takes an answer; says whether all have answered."""
         known = self._found.get(info.index)
-        if known is not None and known[1].term > info.term:  # a server that was replaced, and wakes
+        if known is not None and info.is_outranked_by(known[1]):
             return self._is_complete()
         self._found[info.index] = (time.monotonic(), info)
         return self._is_complete()

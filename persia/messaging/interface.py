@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from persia.errors import UnavailableError
 from persia.messaging.subjects import Subjects
 
-__all__ = ["Handler", "NoListenerError", "Registration", "Session"]
+__all__ = ["Handler", "Registration", "Session"]
 
 Handler = Callable[[bytes], "bytes | Awaitable[bytes | None] | None"]
 
@@ -23,10 +22,6 @@ class Registration:
         """Takes no new messages, and finishes those being handled. Idempotent."""
         close, self._close = self._close, lambda: None
         close()
-
-
-class NoListenerError(UnavailableError):
-    """The broker has answered that nobody listens on the subject of a request."""
 
 
 class Session(Protocol):

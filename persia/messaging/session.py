@@ -33,7 +33,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.client import NatsClient, PlainBrokerError
 from persia.messaging.daemon_pool import DaemonPool
-from persia.messaging.interface import Handler, NoListenerError, Registration
+from persia.messaging.interface import Handler, Registration
 from persia.messaging.loop_thread import CALL_MARGIN_S, LoopThread
 from persia.messaging.receiver import Receiver, collect_replies, flush, raise_if_error_reply, send_error
 from persia.messaging.subjects import Subjects
@@ -136,7 +136,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         """Sends `payload` and returns the reply.
 
-        Raises `NoListenerError` when `subject` has none, `UnavailableError` when the connection is lost,
+        Raises `UnavailableError` when `subject` has no listener, which it says, or the connection is lost,
         `DeadlineExceededError` when no reply came in `timeout_s`, and the error of the peer's handler when it
         raised a `PersiaError`.
         """
@@ -277,9 +277,9 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             with self._ended_by_disconnect(subject, request=subject):
                 message = await self._client.request(subject, payload, timeout=timeout_s)
         except NoRespondersError:
-            raise NoListenerError(
-                f"no listener on {subject}: its service has not started, or has ended"
-            ) from None
+            error = UnavailableError(f"no listener on {subject}: its service has not started, or has ended")
+            error.has_no_listener = True
+            raise error from None
         except (NatsTimeoutError, asyncio.TimeoutError):
             raise DeadlineExceededError(f"no reply on {subject} within {timeout_s:g} s") from None
         raise_if_error_reply(subject, message)

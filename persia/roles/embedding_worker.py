@@ -173,7 +173,7 @@ class ServerLinks:
     def __init__(self, worker: EmbeddingWorker, num_servers: int) -> None:
         self._worker = worker
         self._num_servers = num_servers
-        self._incarnations: dict[int, int] = {}
+        self._servers: dict[int, ServiceInfo] = {}
 
     def on_event(self, event: ServiceEvent) -> None:
         """For `Directory.watch`."""
@@ -185,8 +185,8 @@ class ServerLinks:
     def connect(self, server: ServiceInfo) -> None:
         """Uses `server` from now on for its index."""
         # By incarnation rather than address: a restarted server may listen on the address of its predecessor.
-        known = self._incarnations.get(server.index)
-        if known == server.incarnation:
+        known = self._servers.get(server.index)
+        if known is not None and (known.incarnation == server.incarnation or server.is_outranked_by(known)):
             return
         # Rows would be asked of the wrong server: routing uses the number that this worker was made with.
         if server.replicas != self._num_servers:
@@ -195,7 +195,7 @@ class ServerLinks:
             )
             return
         self._worker.set_server(server.index, server.address)
-        self._incarnations[server.index] = server.incarnation
+        self._servers[server.index] = server
         if known is not None:
             kept = "with rows of its predecessor" if server.has_rows else "without the rows that it held"
             get_default_logger().error("%s has restarted %s", server, kept)

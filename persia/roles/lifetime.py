@@ -117,6 +117,7 @@ def advertised(
     has_rows: bool = False,
     term: int = 0,
     replaces: int = 0,
+    is_serving: Callable[[], bool] = lambda: True,
 ) -> Iterator[Advertiser]:
     """Makes the server known for the time of the block. Enter it when the server is ready for requests.
 
@@ -137,7 +138,7 @@ def advertised(
         has_rows=has_rows,
         term=term,
     )
-    advertiser = Advertiser(session, info, replaces=replaces)
+    advertiser = Advertiser(session, info, replaces=replaces, is_serving=is_serving)
     with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event
 
         def admitted() -> None:

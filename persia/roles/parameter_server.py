@@ -110,8 +110,7 @@ def _serve_training(
                 schema=schema,
                 observer=observer,
                 has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
-                term=0 if pair is None else pair.term,
-                replaces=0 if pair is None else pair.replaces,
+                **({} if pair is None else pair.advertisement()),
                 subscribe=lambda: session.respond(
                     session.subjects.checkpoint(options.replica_index),
                     checkpoints.handle if pair is None else pair.handle_checkpoint,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -16,22 +18,23 @@ from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     PersiaError,
+    UnavailableError,
 )
 from persia.messaging.discovery import Directory, ServiceInfo
-from persia.messaging.interface import NoListenerError
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+from persia.waiting import Attempts
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
 __all__ = [
     "Message",
+    "Presence",
     "Question",
     "Replica",
     "Sign",
-    "accepts_connections",
     "config_hash",
     "starts_as_standby",
 ]
@@ -39,6 +42,8 @@ __all__ = [
 _ANSWER_S = 0.5
 PROBE_S = 0.3
 _ALL = "all"
+_ROUNDS_S = 3.0  # for the answers of a process on a busy machine
+_PAUSE_S = 3.0  # longer than a round of questions takes
 
 
 class Question(Enum):
@@ -80,11 +85,40 @@ def config_hash(section: EmbeddingParameterServerConfig, replicas: int, schema: 
 
 def starts_as_standby(session: NatsSession, index: int) -> bool:
     """Whether another process has the rows of the index: one that starts can only be its standby."""
-    if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
-        return True
-    question = Message(verb=Question.WHO, incarnation="", address="")
-    replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
-    return any(Message.decode(reply).agrees for reply in replies)
+    # Several times: one that is not heard on a busy machine would lose its index to an empty server.
+    for _ in Attempts(_ROUNDS_S, pause_s=_ROUNDS_S / 10):
+        if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
+            return True
+        if any(message.agrees for message in _ask_all(session, index)):
+            return True
+    return False
+
+
+class Presence:
+    """Since when this process runs without a pause, on one connection to the broker. Thread-safe.
+
+    One that was frozen or cut off has not asked others, whatever its clock says.
+    """
+
+    def __init__(self, session: NatsSession, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session, self._clock = session, clock
+        self._lock = threading.Lock()
+        self._since = self._seen_at = clock()
+        self._connection = session.num_reconnects
+
+    def lasts_s(self, at: float = float("-inf")) -> float:
+        """Seconds until now, at most those since `at`. More than 3 s between two calls are a pause."""
+        with self._lock:
+            now, connection = self._clock(), self._session.num_reconnects
+            if now - self._seen_at > _PAUSE_S or connection != self._connection:
+                self._since = now
+            self._seen_at, self._connection = now, connection
+            return now - max(self._since, at)
+
+    def end(self) -> None:
+        """It begins anew: the broker is away."""
+        with self._lock:
+            self._since = self._clock()
 
 
 class Replica:
@@ -103,6 +137,11 @@ class Replica:
         for registration in self._registrations:
             registration.close()
 
+    @property
+    def is_serving(self) -> bool:
+        """False: its standby may have taken over, so that this server speaks for its index no more."""
+        return self.server.replication not in ("stalled", "broken", "fenced")
+
     def handle(self, verb: Question, handler: Callable[[Message], bool | None]) -> None:
         """From now on, `handler` says whether this process agrees to what `verb` asks."""
         self._handlers[verb] = handler
@@ -118,16 +157,27 @@ class Replica:
             return Sign.ANSWERED, Message.decode(reply)
         except (FailedPreconditionError, InvalidArgumentError):
             raise
-        except NoListenerError:
-            return Sign.GONE, None
         except DeadlineExceededError:
             return Sign.SILENT, None
+        except UnavailableError as error:
+            return (Sign.GONE if error.has_no_listener else Sign.UNKNOWN), None
         except PersiaError:
             return Sign.UNKNOWN, None
 
     def reaches_broker(self) -> bool:
         """Whether a message has just gone to the broker and come back."""
         return self.ask(Question.WHO, self.incarnation)[0] is Sign.ANSWERED
+
+    def has_ended(self, address: str, incarnation: str) -> bool:
+        """Whether that process listens no more: its port is closed, or is that of a process started since."""
+        accepts = _accepts_connections(address)
+        if accepts is not True:
+            return accepts is False
+        try:
+            present = _ask_all(self.session, self.index)
+        except PersiaError:  # the broker is away: the next try
+            return False
+        return any(other.address == address and other.incarnation != incarnation for other in present)
 
     def others(self) -> list[ServiceInfo]:
         """Other servers that answer as the server of this index."""
@@ -152,7 +202,14 @@ class Replica:
             return False
 
 
-def accepts_connections(address: str) -> bool | None:
+def _ask_all(session: NatsSession, index: int) -> list[Message]:
+    """What all processes of the index answer to WHO."""
+    question = Message(verb=Question.WHO, incarnation="", address="")
+    replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
+    return [Message.decode(reply) for reply in replies]
+
+
+def _accepts_connections(address: str) -> bool | None:
     """False: no process listens there. None: its host does not answer."""
     host, _, port = address.rpartition(":")
     try:

@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+from typing import Any
 
 from persia import env
 from persia.checkpoint.protocol import Request, Verb
@@ -39,10 +40,10 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.replica import (
     PROBE_S,
     Message,
+    Presence,
     Question,
     Replica,
     Sign,
-    accepts_connections,
     starts_as_standby,
 )
 from persia.waiting import Attempts
@@ -58,7 +59,8 @@ _REPLACED_EXIT_CODE = 3
 # standby may take over, and when a primary relies on that it does not any more.
 _ELIGIBLE, _ELIGIBLE_SLACK_S = 1.5, 3.0
 _TOO_LATE, _TOO_LATE_SLACK_S = 2.0, 6.0
-_ROUNDS = 3
+# How long a server has run without a pause when a newcomer that has not heard it is the one that errs.
+_PRESENT_S = 15.0
 
 
 class Primary:
@@ -73,24 +75,30 @@ class Primary:
         self._standby: Message | None = None
         self._has_copy = False
         self._answered_at = time.monotonic()
+        self._presence = Presence(replica.session)
         self._is_closing = threading.Event()
         self._watch: Registration | None = None
         self._thread = threading.Thread(target=self._run, name="persia-standby", daemon=True)
         replica.handle(Question.ATTACH, self._attach)
         replica.handle(Question.POLL, self._poll)
+        # Discovery does not find one that does not serve.
+        replica.handle(Question.WHO, lambda _: self._server.replication != "fenced")
 
-    def start(self, term: int, advertiser: Advertiser) -> None:
-        """Once the server is advertised with `term`."""
+    def start(self, advertiser: Advertiser) -> None:
+        """Once the server is advertised."""
 
         def on_event(event: ServiceEvent) -> None:
             info = event.info
             is_other = info.index == self._replica.index and info.incarnation != self._server.incarnation
             if event.kind is not EventKind.JOINED or not is_other:
                 return
-            if info.term > term:
+            if info.term < advertiser.info.term:
+                # The predecessor has returned, and ends. Who has believed it must not look for it.
+                advertiser.publish_again()
+            elif info.has_rows or self._presence.lasts_s() < _PRESENT_S:
                 self._end(str(info))
-            # The predecessor has returned, and ends. Who has believed it must not look for it.
-            advertiser.publish_again()
+            else:  # a newcomer without rows, which has not heard this server, and ends
+                advertiser.outrank(info)
 
         self._watch = Directory(self._replica.session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
         self._thread.start()
@@ -101,9 +109,12 @@ class Primary:
         if self._watch is not None:
             self._watch.close()
             self._thread.join()
-        standby = self._standby
-        if standby is not None and self._server.replication in ("replicating", "stalled"):
-            self._server.fence("this parameter server has stopped")
+        standby, state = self._standby, self._server.replication
+        if standby is None:
+            return
+        # Also where the standby cannot take over: requests that wait for it would hold the end.
+        self._server.fence("this parameter server has stopped")
+        if state in ("replicating", "stalled"):
             with contextlib.suppress(PersiaError):
                 self._replica.ask(Question.LEFT, standby.incarnation)
 
@@ -117,11 +128,15 @@ class Primary:
 
     def handle_checkpoint(self, payload: bytes) -> bytes:
         """`handle` of the CheckpointService. A load changes rows without an operation: the standby is
-        released before, and copies the loaded rows afterwards. A dump waits for a copy.
+        released before, and copies the loaded rows afterwards. A dump waits for a copy. UnavailableError:
+        another server may have replaced this one; ask again.
         """
         verb = Request.decode(payload).verb
         if verb in (Verb.DUMP, Verb.TAKE):
             self._await_copy()
+        # The successor answers on the same subject, and writes the same files.
+        if not self._replica.is_serving:
+            raise UnavailableError("this parameter server waits for its standby, which may have replaced it")
         if verb is not Verb.LOAD:
             return self._checkpoints.handle(payload)
         with self._lock:
@@ -161,23 +176,30 @@ class Primary:
                 return True
             if self._checkpoints.is_loading:
                 raise FailedPreconditionError("a checkpoint is being loaded: attach the standby afterwards")
+            if known is not None and known.address == message.address:
+                self._release(known, "it was started again")  # its port is that of the new process
             # Before: once it is attached, its loss must be noticed.
             self._has_copy, self._answered_at = False, time.monotonic()
             self._server.attach_standby(message.address, int(message.incarnation, 16))
             self._standby = message
         return True
 
-    def _poll(self, message: Message) -> bool:
+    def _poll(self, message: Message) -> bool | None:
+        # No answer: END and LEFT tell the standby what it must do, and until then it has every row.
+        state = self._server.replication
+        if state in ("broken", "fenced"):
+            return None
         standby = self._standby
         if standby is None or standby.incarnation != message.incarnation:
             return False
         # Before the answer: the standby counts from when it asked.
         self._answered_at = time.monotonic()
-        return self._server.replication in ("copying", "replicating", "stalled")
+        return state in ("copying", "replicating", "stalled")
 
     def _run(self) -> None:
         while not self._is_closing.wait(_POLL_S / 2):
             standby, state = self._standby, self._server.replication
+            self._presence.lasts_s()
             if standby is None:
                 continue
             if state == "replicating" and not self._has_copy:
@@ -187,10 +209,13 @@ class Primary:
                 try:
                     self._resolve(standby, is_broken=state == "broken")
                 except PersiaError as error:  # the broker is away: the next try, until it is back
+                    self._presence.end()
                     get_default_logger().info("the standby at %s is not asked: %s", standby.address, error)
 
     def _resolve(self, standby: Message, *, is_broken: bool) -> None:
         """Continues alone, or ends, as soon as it is certain that the standby does not take over, or has."""
+        # At first: a pause in what follows must not count as a time in which the standby was asked.
+        silent_s = self._presence.lasts_s(self._answered_at)
         sign, answer = self._replica.ask(Question.END if is_broken else Question.WHO, standby.incarnation)
         if is_broken and answer is not None:
             if not answer.agrees:
@@ -199,13 +224,11 @@ class Primary:
         if others := self._replica.others():
             return self._end(str(max(others, key=lambda info: info.term)))
         if not self._replica.reaches_broker():
-            return
-        if sign is Sign.GONE and accepts_connections(standby.address) is False:
+            return self._presence.end()
+        if sign is Sign.GONE and self._replica.has_ended(standby.address, standby.incarnation):
             self._release(standby, "it has ended")
-        elif is_broken:
-            silent_s = time.monotonic() - self._answered_at
-            if silent_s > _TOO_LATE * self._deadline_s + _TOO_LATE_SLACK_S:
-                self._release(standby, f"it has not answered for {silent_s:.0f} s")
+        elif is_broken and silent_s > _TOO_LATE * self._deadline_s + _TOO_LATE_SLACK_S:
+            self._release(standby, f"it has not answered for {silent_s:.0f} s")
 
     def _release(self, standby: Message, reason: str) -> None:
         with self._lock:
@@ -271,24 +294,26 @@ class Standby:
             if state == "renounced" or not self._confirm():
                 self._server.renounce()
                 return False
-            if self._is_dead() and self._take_over():
-                return True
+            try:
+                if self._is_dead() and self._take_over():
+                    return True
+            except UnavailableError as error:  # the broker is away: the next try
+                get_default_logger().info(
+                    "the primary at %s is not replaced: %s", self.primary.address, error
+                )
 
     def _attach(self) -> bool:
         """False: nobody has the rows of the index, so that there is nothing to copy."""
         name = f"{EMBEDDING_PARAMETER_SERVER} {self._replica.index} that this standby belongs to"
         refusal: PersiaError | None = None
-        num_absent = 0
         directory = Directory(self._replica.session)
         attempts = Attempts(env.get_deadline_s(), pause_s=_POLL_S, waiting_for=lambda: f"{name} ({refusal})")
         for _ in attempts:
             info = directory.probe(EMBEDDING_PARAMETER_SERVER, self._replica.index, PROBE_S)
             if info is None:
-                num_absent += not starts_as_standby(self._replica.session, self._replica.index)
-                if num_absent == _ROUNDS and not self._is_forced:
+                if not self._is_forced and not starts_as_standby(self._replica.session, self._replica.index):
                     return False
                 continue
-            num_absent = 0
             self._primary = info
             self._server.follow(info.incarnation)
             try:
@@ -333,7 +358,9 @@ class Standby:
             return True
         if self._sign in (Sign.ANSWERED, Sign.UNKNOWN):
             return False
-        if self._sign is Sign.GONE and accepts_connections(self.primary.address) is False:
+        if self._sign is Sign.GONE and self._replica.has_ended(
+            self.primary.address, f"{self.primary.incarnation:016x}"
+        ):
             return True
         silent_s = min(self._server.silent_for_s, time.monotonic() - self._confirmed[0])
         return silent_s > self._deadline_s and self._replica.reaches_broker()
@@ -358,8 +385,30 @@ class Standby:
             self._server.take_over(self._has_left.is_set())
         except UnavailableError:
             return False
+        if not self._has_left.is_set():
+            self._check_succession()
         get_default_logger().error("%s has died: its standby takes over", self.primary)
         return True
+
+    def _check_succession(self) -> None:
+        """Again, before anybody knows the successor: to apply the log, or a pause, may have taken long."""
+        confirmed_s = time.monotonic() - self._confirmed[0]
+        incarnation = f"{self.primary.incarnation:016x}"
+        _, answer = self._replica.ask(Question.POLL, incarnation)
+        has_continued = bool(self._replica.others()) or (answer is not None and not answer.agrees)
+        # From then on a primary that is only cut off may continue alone.
+        is_late = confirmed_s > _TOO_LATE * self._deadline_s + _ELIGIBLE_SLACK_S
+        if has_continued or (is_late and not self._replica.has_ended(self.primary.address, incarnation)):
+            raise FailedPreconditionError(
+                f"the primary at {self.primary.address} may have continued without this standby, which has "
+                f"its word of {confirmed_s:.0f} s ago and ends"
+            )
+
+
+def _new_term() -> int:
+    # Rises from each server of an index to the next. The time, as nobody remembers the last one after all of
+    # them have ended: so the clocks of the hosts must agree.
+    return int(time.time() * 1000)
 
 
 class Pair:
@@ -370,9 +419,7 @@ class Pair:
         self._deadline_s = section.standby_deadline_sec
         self._standby: Standby | None = None
         self._primary: Primary | None = None
-        # Rises from each server of an index to the next. The time, as nobody remembers the last one after
-        # all of them have ended.
-        self.term = int(time.time() * 1000)
+        self.term = _new_term()
         self.replaces = 0
 
     def follow(self, *, is_forced: bool) -> bool:
@@ -381,15 +428,24 @@ class Pair:
         if not self._standby.follow():
             return False
         replaced = self._standby.primary
-        self.replaces, self.term = replaced.incarnation, max(self.term, replaced.term + 1)
+        # The time of now: the predecessor may have outranked others since this standby found it.
+        self.replaces, self.term = replaced.incarnation, max(_new_term(), replaced.term + 1)
         return True
 
     def lead(self, checkpoints: CheckpointService) -> None:
         """From now on this process is the server of its index. `start` once it is advertised."""
         self._primary = Primary(self._replica, self._config, self._deadline_s, checkpoints)
 
+    def advertisement(self) -> dict[str, Any]:
+        """More arguments of `advertised`."""
+        return {
+            "term": self.term,
+            "replaces": self.replaces,
+            "is_serving": lambda: self._replica.is_serving,
+        }
+
     def start(self, advertiser: Advertiser) -> None:
-        self._side.start(self.term, advertiser)
+        self._side.start(advertiser)
 
     def handle_checkpoint(self, payload: bytes) -> bytes:
         return self._side.handle_checkpoint(payload)

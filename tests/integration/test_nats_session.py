@@ -53,6 +53,13 @@ def test_a_request_to_nobody_is_unavailable(make_session):
         make_session("client").request("echo.nobody", b"", DEADLINE_S)
 
 
+def test_the_error_of_a_handler_that_asks_nobody_is_unavailable_too(make_session):
+    server = make_session("server")
+    server.respond("echo.passed_on", lambda payload: server.request("echo.nobody", payload, DEADLINE_S))
+    with pytest.raises(UnavailableError, match=r"echo\.nobody"):
+        make_session("client").request("echo.passed_on", b"", DEADLINE_S)
+
+
 def test_a_request_without_reply_ends_by_its_timeout(make_session):
     never = threading.Event()
     server = make_session("server")

@@ -41,9 +41,10 @@ def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
         yield ctx
 
 
-def start(session: LocalSession, incarnation: int) -> Advertiser:
+def start(session: LocalSession, incarnation: int, **more: Any) -> Advertiser:
     role = EMBEDDING_PARAMETER_SERVER
-    server = Advertiser(session, ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation))
+    info = ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation, **more)
+    server = Advertiser(session, info)
     server.start()
     return server
 
@@ -64,6 +65,19 @@ def test_rows_that_are_lost_outside_of_a_loop_are_raised_by_the_next(
         ctx.get_embedding_from_data(new_batch(1))
     guard.loaded(guard.missing())
     assert len(list(DataLoader(make_dataset(2)))) == 2
+
+
+def test_a_server_that_was_replaced_and_wakes_is_not_taken_for_a_restart(ctx: TrainCtx) -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    successor = start(session, 2, term=2, has_rows=True)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, ctx._pipeline.fail)
+    successor.stop()  # it is not heard, for once
+    predecessor = start(session, 1, term=1)
+    guard.check()
+    predecessor.stop()
+    start(session, 3, term=3)
+    with pytest.raises(RowsLostError):
+        guard.check()
 
 
 def test_rows_that_are_lost_during_a_load_stay_lost() -> None:

@@ -35,13 +35,14 @@ class Worker:
         return self.incarnation, 5
 
 
-def server(incarnation: int, address: str, index: int = 0, replicas: int = 2) -> ServiceInfo:
+def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, term: int = 0) -> ServiceInfo:
     return ServiceInfo(
         role=EMBEDDING_PARAMETER_SERVER,
         index=index,
         replicas=replicas,
         incarnation=incarnation,
         address=address,
+        term=term,
     )
 
 
@@ -54,6 +55,27 @@ def test_links_follow_restarts_and_ignore_repetitions():
     links.on_event(ServiceEvent(EventKind.JOINED, server(2, "h:2")))
     links.on_event(ServiceEvent(EventKind.JOINED, server(3, "h:3", index=1)))
     assert worker.servers == [(0, "h:1"), (0, "h:2"), (1, "h:3")]
+
+
+def test_links_ignore_a_server_that_was_replaced_and_wakes():
+    worker = Worker()
+    links = ServerLinks(worker, 2)
+    links.connect(server(2, "h:2", term=2))
+    links.connect(server(1, "h:1", term=1))
+    links.connect(server(3, "h:3", term=3))
+    assert worker.servers == [(0, "h:2"), (0, "h:3")]
+
+
+def test_callers_do_not_find_a_server_that_does_not_serve():
+    broker, serves = LocalBroker(), [False]
+    session = LocalSession(broker, name="test")
+    one = server(1, "h:1", replicas=1)
+    Advertiser(session, one, is_serving=lambda: serves[0]).start()
+    assert Directory(session).present(EMBEDDING_PARAMETER_SERVER, 1.0) == []
+    with pytest.raises(FailedPreconditionError, match="is running already"):  # newcomers see it
+        Advertiser(LocalSession(broker, name="newcomer"), replace(one, incarnation=2)).start()
+    serves[0] = True
+    assert Directory(session).present(EMBEDDING_PARAMETER_SERVER, 1.0) == [one]
 
 
 def test_a_server_of_another_shape_is_not_used():
