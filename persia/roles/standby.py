@@ -316,7 +316,7 @@ class Standby:
                 continue
             self._primary = info
             self._server.follow(info.incarnation)
-            if self._server.standby_state == "unfit":  # it holds operations of another: begin with a new server
+            if self._server.standby_state == "unfit":  # it holds operations of another primary
                 return False
             try:
                 connection, asked_at = self._replica.session.num_reconnects, time.monotonic()
