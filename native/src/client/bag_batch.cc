@@ -54,6 +54,7 @@ bool GroupBatch::IsSingle(std::span<const SlotInput> inputs) {
 bool GroupBatch::IsSingle() const { return num_slots_ == 1 && slots_[0].bags.IsPlain(); }
 
 void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride) const {
+  if (out == nullptr) return;  // a batch without samples
   for (const Slot& slot : planned()) {
     PoolBags(slot.bags, rows_.values.data(), out + slot.column, stride, format.pooling());
   }
