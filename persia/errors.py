@@ -59,7 +59,7 @@ class UntrustedError(CorruptionError):
 class UnavailableError(PersiaError, ConnectionError):
     """A peer could not be reached until the deadline; the message names it and its last address."""
 
-    # The broker has answered that nobody listens on the subject of the request. A mark and no class: a
+    # The broker has answered that no one listens on the subject of the request. A mark and no class: a
     # receiver that passes the error on sends the name of its class.
     has_no_listener = False
 

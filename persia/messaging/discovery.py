@@ -218,7 +218,7 @@ class Advertiser:
 
     def _check_conflicts(self) -> None:
         for other in _who(self._session, self.info.role, _CONFLICT_WINDOW_S, asker=self._payload):
-            # This process itself, which listens already, or a predecessor, which answers nobody any more.
+            # This process itself, which listens already, or a predecessor, which answers no more.
             if other.incarnation in (self.info.incarnation, self._replaces):
                 continue
             if other.index == self.info.index:

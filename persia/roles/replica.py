@@ -47,7 +47,7 @@ _PAUSE_S = 3.0  # longer than a round of questions takes
 
 
 class Question(Enum):
-    WHO = "who"  # of anybody: are you a standby that has the rows?
+    WHO = "who"  # of every process: are you a standby that has the rows?
     ATTACH = "attach"  # of a standby: copy your rows to me, and send every operation
     POLL = "poll"  # of a standby: do you replicate to me?
     END = "end"  # of a primary: never take over
@@ -71,8 +71,8 @@ class Sign(Enum):
     """What the broker says of a process that was asked."""
 
     ANSWERED = "answered"
-    GONE = "gone"  # nobody listens on its subject
-    SILENT = "silent"  # somebody listens, and has not answered in time
+    GONE = "gone"  # no process listens on its subject
+    SILENT = "silent"  # a process listens, and has not answered in time
     UNKNOWN = "unknown"  # the broker did not answer
 
 

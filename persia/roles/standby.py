@@ -251,7 +251,7 @@ class Standby:
     """The side of a standby: `follow` returns when it has taken over, or was released."""
 
     def __init__(self, replica: Replica, config: str, deadline_s: float, *, is_forced: bool) -> None:
-        """`is_forced`: it waits for a primary, even if nobody has the rows of the index."""
+        """`is_forced`: it waits for a primary, even if no server has the rows of the index."""
         self._replica, self._server, self._config = replica, replica.server, config
         self._deadline_s, self._is_forced = deadline_s, is_forced
         self._sign = Sign.UNKNOWN
@@ -303,7 +303,7 @@ class Standby:
                 )
 
     def _attach(self) -> bool:
-        """False: nobody has the rows of the index, so that there is nothing to copy."""
+        """False: no server has the rows of the index, so that there is nothing to copy."""
         name = f"{EMBEDDING_PARAMETER_SERVER} {self._replica.index} that this standby belongs to"
         refusal: PersiaError | None = None
         directory = Directory(self._replica.session)
@@ -346,7 +346,7 @@ class Standby:
         return self._has_left.is_set()
 
     def _confirm(self) -> bool:
-        """Asks the primary; False: it replicates to others, or to nobody."""
+        """Asks the primary; False: it replicates to others, or to none."""
         connection, asked_at = self._replica.session.num_reconnects, time.monotonic()
         self._sign, answer = self._replica.ask(Question.POLL, f"{self.primary.incarnation:016x}")
         if answer is not None and answer.agrees:
@@ -393,7 +393,7 @@ class Standby:
         return True
 
     def _check_succession(self) -> None:
-        """Again, before anybody knows the successor: to apply the log, or a pause, may have taken long."""
+        """Again, before others know the successor: to apply the log, or a pause, may have taken long."""
         confirmed_s = time.monotonic() - self._confirmed[0]
         incarnation = f"{self.primary.incarnation:016x}"
         _, answer = self._replica.ask(Question.POLL, incarnation)
@@ -408,8 +408,8 @@ class Standby:
 
 
 def _new_term() -> int:
-    # Rises from each server of an index to the next. The time, as nobody remembers the last one after all of
-    # them have ended: so the clocks of the hosts must agree.
+    # Rises from each server of an index to the next. The time, as no process remembers the last one once all
+    # have ended: so the clocks of the hosts must agree.
     return int(time.time() * 1000)
 
 

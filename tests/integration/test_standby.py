@@ -181,7 +181,7 @@ def test_training_continues_without_a_standby_that_was_killed_or_a_broker_that_r
     job = start(start_job, tmp_path / "rows", WITH_STANDBYS)
     await_standbys(job)
     await_batch(job, 20)
-    job.cluster.restart("nats")  # one sign of death alone: nobody takes over
+    job.cluster.restart("nats")  # one sign of death alone: no standby takes over
     await_batch(job, 60)
     job.cluster.kill("embedding-parameter-server-1-standby")
     await_log(job, "embedding-parameter-server-1", "updates go on without it")

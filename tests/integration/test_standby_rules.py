@@ -253,7 +253,7 @@ def test_an_empty_newcomer_does_not_end_a_server_that_was_there(
     index.primary.close()
 
 
-def test_a_successor_asks_again_before_anybody_knows_it(index: Index) -> None:
+def test_a_successor_asks_again_before_others_know_it(index: Index) -> None:
     standby = index.attach()
     standby._primary = info(index)
     standby._confirmed = time.monotonic(), 0

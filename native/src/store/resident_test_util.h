@@ -16,7 +16,7 @@ inline uint64_t ResidentBytes() {
 }
 
 // Sanitizers have memory of their own: what the process uses says nothing then.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#ifdef PERSIA_SANITIZED
 inline constexpr bool kSanitized = true;
 #else
 inline constexpr bool kSanitized = false;
