@@ -171,7 +171,8 @@ class DataCtx(BaseCtx):
         if self._was_refused(error) and not self._is_embedded:
             get_default_logger().error("batches were not taken: exit code %d", os.EX_TEMPFAIL)
             logging.shutdown()
-            with suppress(OSError):  # whoever read it has gone
+            # Its reader may have gone, or it is closed, or None.
+            with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
             os._exit(os.EX_TEMPFAIL)  # the interpreter has no other way to change it now
 

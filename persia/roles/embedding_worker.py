@@ -186,7 +186,10 @@ class ServerLinks:
         """Uses `server` from now on for its index."""
         # By incarnation rather than address: a restarted server may listen on the address of its predecessor.
         known = self._servers.get(server.index)
-        if known is not None and (known.incarnation == server.incarnation or server.is_outranked_by(known)):
+        if known is not None and server.is_outranked_by(known):
+            return
+        if known is not None and known.incarnation == server.incarnation:
+            self._servers[server.index] = server  # its term may have risen
             return
         # Rows would be asked of the wrong server: routing uses the number that this worker was made with.
         if server.replicas != self._num_servers:

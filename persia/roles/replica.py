@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from persia.config.global_config import EmbeddingParameterServerConfig
 from persia.errors import (
+    CorruptionError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -206,7 +208,11 @@ def _ask_all(session: NatsSession, index: int) -> list[Message]:
     """What all processes of the index answer to WHO."""
     question = Message(verb=Question.WHO, incarnation="", address="")
     replies = session.request_many(session.subjects.replica(index, _ALL), question.encode(), _ANSWER_S)
-    return [Message.decode(reply) for reply in replies]
+    answers = []
+    for reply in replies:
+        with contextlib.suppress(CorruptionError):  # of a process that is ending
+            answers.append(Message.decode(reply))
+    return answers
 
 
 def _accepts_connections(address: str) -> bool | None:

@@ -101,6 +101,9 @@ class Primary:
                 advertiser.outrank(info)
 
         self._watch = Directory(self._replica.session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
+        # What one of them has answered to this advertisement may have come before the watch.
+        for info in self._replica.others():
+            on_event(ServiceEvent(EventKind.JOINED, info))
         self._thread.start()
 
     def close(self) -> None:
@@ -217,12 +220,14 @@ class Primary:
         # At first: a pause in what follows must not count as a time in which the standby was asked.
         silent_s = self._presence.lasts_s(self._answered_at)
         sign, answer = self._replica.ask(Question.END if is_broken else Question.WHO, standby.incarnation)
+        self._presence.lasts_s()  # each question may take long on a busy host, which is no pause
         if is_broken and answer is not None:
             if not answer.agrees:
                 self._end(f"its standby at {answer.address}")
             return self._release(standby, "it agreed to end")
         if others := self._replica.others():
             return self._end(str(max(others, key=lambda info: info.term)))
+        self._presence.lasts_s()
         if not self._replica.reaches_broker():
             return self._presence.end()
         if sign is Sign.GONE and self._replica.has_ended(standby.address, standby.incarnation):

@@ -348,7 +348,10 @@ class Trainer:
                 scheduler.load_state_dict(scheduler_state)
         if self.directory is not None and self.resume:
             self._state.take_best(self.directory, *sizes, remedy)
-        self._has_best = place is not None and recovery is None and self._state.best_step == ctx.step
+        # Not by steps: `last` may be of the same step as `best`, trained again after a restart.
+        self._has_best = (
+            recovery is None and self.directory is not None and place == str(self.directory / "best")
+        )
         if place is not None and ctx.rank == 0:
             self._console.print(f"step {ctx.step}: resumed from {place}")
 

@@ -165,8 +165,10 @@ from persia import DataCtx, IDTypeFeature, PersiaBatch
 ctx = DataCtx()
 ctx.send_data(PersiaBatch([IDTypeFeature("user", [np.array([1], np.uint64)])], requires_grad=False))
 print("sent", end="")
-if sys.argv[1:]:
+if sys.argv[1:] == ["fail"]:
     raise ValueError("scripted")
+if sys.argv[1:] == ["close"]:
+    sys.stdout.close()
 """
 
 
@@ -177,6 +179,7 @@ if sys.argv[1:]:
         (ReplyStatus.OK, [], 0),
         (ReplyStatus.CLOSED, [], 0),
         (ReplyStatus.FAILED, [], os.EX_TEMPFAIL),
+        (ReplyStatus.FAILED, ["close"], os.EX_TEMPFAIL),
         (ReplyStatus.FAILED, ["fail"], 1),
     ],
     ids=str,

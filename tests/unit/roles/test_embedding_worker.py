@@ -63,6 +63,8 @@ def test_links_ignore_a_server_that_was_replaced_and_wakes():
     links.connect(server(2, "h:2", term=2))
     links.connect(server(1, "h:1", term=1))
     links.connect(server(3, "h:3", term=3))
+    links.connect(server(3, "h:3", term=5))  # it has taken a higher term
+    links.connect(server(4, "h:4", term=4))
     assert worker.servers == [(0, "h:2"), (0, "h:3")]
 
 

@@ -282,6 +282,27 @@ def test_a_checkpoint_without_a_position_is_passed_over_or_refused(tmp_path: Pat
         Job().fit(Trainer(Clicks(), directory=str(tmp_path)))
 
 
+def test_the_best_model_is_loaded_where_the_last_one_is_of_the_same_step(tmp_path: Path) -> None:
+    """One without a position was passed over, and its steps were trained again with a worse result."""
+    trainer, first = Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path)), Job()
+    expected = first.fit(trainer)
+    assert expected.best_step == 12
+    again = Job()
+    with again.ctx() as ctx:
+        ctx.load_checkpoint(str(tmp_path / "best"))
+        with torch.no_grad():
+            for parameter in again.model.parameters():
+                parameter.zero_()
+        ctx.dump_checkpoint(tmp_path / "last", extra=trainer.state_dict())
+        ctx.load_checkpoint(str(tmp_path / "best"))
+        ctx._pipeline.position = lambda: None  # type: ignore[assignment,method-assign,return-value]
+        ctx.dump_checkpoint(tmp_path / "best", extra=trainer.state_dict())
+    resumed = Job()
+    assert resumed.fit(Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path))) == expected
+    for name, value in first.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], value), name
+
+
 def test_a_target_needs_held_out_batches() -> None:
     with pytest.raises(InvalidArgumentError, match="target=0.8 needs valid="):
         Trainer(Clicks(), target=0.8)
