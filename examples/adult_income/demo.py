@@ -36,7 +36,7 @@ from monitor import step_bar
 from persia.utils import find_free_port
 from prepare_data import describe, prepare, prepared, source_from_environment
 from results import remove_results
-from settings import Settings
+from settings import Settings, SettingsError
 
 HERE = Path(__file__).resolve().parent
 RUN_DEADLINE_S = 900.0  # Far above the usual minute; a job that hangs must still end.
@@ -191,7 +191,11 @@ def import_torch() -> bool:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
     gc.freeze()
     gc.enable()
-    return Settings.from_environment().enable_cuda and torch.cuda.is_available()
+    try:
+        is_enabled = Settings.from_environment().enable_cuda
+    except SettingsError:  # train.py reads the same settings, and its error is shown
+        return False
+    return is_enabled and torch.cuda.is_available()
 
 
 def import_matplotlib() -> None:
