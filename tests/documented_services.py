@@ -32,13 +32,18 @@ from tests.documented_stage import (
 from tests.ports import free_port
 
 
-@around("serving.md")
-def _(stage: Stage) -> Iterator[None]:
-    """A checkpoint of a trained row; the server listens on a free port."""
+def prepare(stage: Stage) -> None:
+    """The slots of a job that is served, whose page is left out without a client."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the client's own
         pytest.importorskip("tritonclient.grpc")
     (stage.folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+
+
+@around("serving.md")
+def _(stage: Stage) -> Iterator[None]:
+    """A checkpoint of a trained row; the server listens on a free port."""
+    prepare(stage)
     address = f"127.0.0.1:{free_port()}"
     stage.replaced = {
         "127.0.0.1:8001": address,
@@ -88,10 +93,7 @@ def _(stage: Stage) -> Iterator[None]:
 @around("serving_clients.md")
 def _(stage: Stage) -> Iterator[None]:
     """A model that was trained on named features; the server listens on free ports."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the client's own
-        pytest.importorskip("tritonclient.grpc")
-    (stage.folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+    prepare(stage)
     port, http_port = free_port(), free_port()
     stage.replaced = {
         "127.0.0.1:8001": f"127.0.0.1:{port}",

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from persia import env
-from persia.ctx.base import BaseCtx
+from persia.ctx.base import BaseCtx, has_failed
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StreamClosedError
 from persia.job.connection import JobConnection
@@ -181,9 +181,7 @@ class DataCtx(BaseCtx):
         return isinstance(self._failure, TrainingFailedError) and error in (None, self._failure)
 
     def _error_text(self, error: BaseException | None) -> str | None:
-        if isinstance(error, SystemExit) and not error.code:
-            error = None
-        if error is None:
+        if not has_failed(error):
             error = self._failure
         if isinstance(error, StreamClosedError):
             error = None

@@ -14,6 +14,7 @@ from persia.launcher.options import COUNT, option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from persia.data import SplitBinaryBatches
     from persia.serving.evaluation import PredictionClient
 
 
@@ -81,30 +82,30 @@ def latency(
     requests: int,
 ) -> None:
     """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml."""
+    from persia.data import SplitBinaryBatches
     from persia.serving.evaluation import PredictionClient
 
-    try:
-        sizes = [int(size) for size in batch_sizes.split(",")]
-    except ValueError:
+    sizes = [int(size) if size.isdecimal() else 0 for size in batch_sizes.split(",")]
+    if min(sizes) < 1:
         raise click.BadParameter(
-            f"{batch_sizes!r} is no list like 256,1024", param_hint="--batch-sizes"
-        ) from None
+            f"{batch_sizes!r} is no list of whole numbers from 1, like 256,1024", param_hint="--batch-sizes"
+        )
+    data = {size: SplitBinaryBatches(dataset, mapping, batch_size=size) for size in sizes}
+    for size, batches in data.items():
+        if batches.num_rows < size:
+            raise click.UsageError(
+                f"{mapping!r} has {batches.num_rows} rows, fewer than a batch of {size}: lower --batch-sizes"
+            )
     with PredictionClient(address, model_name, timeout_s=timeout) as client:
-        _show([_row(client, dataset, mapping, size, concurrency, requests) for size in sizes], as_json)
+        _show([_row(client, data[size], size, concurrency, requests) for size in sizes], as_json)
 
 
 def _row(
-    client: PredictionClient, dataset: str, mapping: str, size: int, concurrency: int, requests: int
+    client: PredictionClient, batches: SplitBinaryBatches, size: int, concurrency: int, requests: int
 ) -> dict[str, float]:
-    from persia.data import SplitBinaryBatches
     from persia.serving import evaluation
 
-    batches = SplitBinaryBatches(dataset, mapping, batch_size=size)
     num_whole = batches.num_rows // size
-    if not num_whole:
-        raise click.UsageError(
-            f"{mapping!r} has {batches.num_rows} rows, fewer than a batch of {size}: lower --batch-sizes"
-        )
     made = [
         batches.make(number, requires_grad=False).to_bytes() for number in range(min(num_whole, requests))
     ]

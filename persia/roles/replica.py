@@ -167,7 +167,7 @@ class Replica:
             return Sign.UNKNOWN, None
 
     def reaches_broker(self) -> bool:
-        """Whether a message has just gone to the broker and come back."""
+        """Whether the broker has just delivered a message of this process to itself."""
         return self.ask(Question.WHO, self.incarnation)[0] is Sign.ANSWERED
 
     def has_ended(self, address: str, incarnation: str) -> bool:

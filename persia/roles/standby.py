@@ -242,7 +242,7 @@ class Primary:
             self._server.release_standby()
             self._standby = None
         get_default_logger().error(
-            "the standby at %s is lost (%s): updates go on without it", standby.address, reason
+            "the standby at %s is lost (%s): training continues without it", standby.address, reason
         )
 
     def _end(self, successor: str) -> None:
@@ -289,7 +289,7 @@ class Standby:
         if not self._attach():
             return False
         while True:
-            time.sleep(_POLL_S)
+            self._has_left.wait(_POLL_S)
             state = self._server.standby_state
             if state == "unfit":
                 raise FailedPreconditionError(
@@ -419,7 +419,7 @@ def _new_term() -> int:
 
 
 class Pair:
-    """The two sides of one process of an index, of which it plays one after the other."""
+    """One process of an index: at first its standby, if another process has the rows, then its server."""
 
     def __init__(self, replica: Replica, config: str, section: EmbeddingParameterServerConfig) -> None:
         self._replica, self._config = replica, config

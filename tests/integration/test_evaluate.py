@@ -102,11 +102,16 @@ def test_latency_of_each_batch_size(served: tuple[str, str, float]) -> None:
     ("what", "flags", "message"),
     [
         ("accuracy", ["--batch-size", "129"], "INVALID_ARGUMENT: the batch has 129 samples"),
-        ("latency", ["--batch-sizes", "big"], "'big' is no list like 256,1024"),
+        ("latency", ["--batch-sizes", "big"], "'big' is no list of whole numbers from 1, like 256,1024"),
+        ("latency", ["--batch-sizes", "256,0"], "'256,0' is no list of whole numbers from 1"),
         ("latency", ["--batch-sizes", "300"], "has 256 rows, fewer than a batch of 300"),
         ("accuracy", ["--mapping", "train"], "there is no file"),
         ("accuracy", ["--model-name", "other"], "NOT_FOUND: there is no model 'other': this server has 'm'"),
-        ("latency", ["--model-name", "other"], "NOT_FOUND: there is no model 'other': this server has 'm'"),
+        (
+            "latency",
+            ["--model-name", "other", "--batch-sizes", "64"],
+            "NOT_FOUND: there is no model 'other': this server has 'm'",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_named(

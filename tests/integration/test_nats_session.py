@@ -49,14 +49,14 @@ def test_a_64_mib_message_arrives_and_a_larger_one_names_size_limit_and_remedy(m
 
 
 def test_a_request_to_nobody_is_unavailable(make_session):
-    with pytest.raises(UnavailableError, match=r"echo\.nobody"):
-        make_session("client").request("echo.nobody", b"", DEADLINE_S)
+    with pytest.raises(UnavailableError, match=r"echo\.absent"):
+        make_session("client").request("echo.absent", b"", DEADLINE_S)
 
 
-def test_the_error_of_a_handler_that_asks_nobody_is_unavailable_too(make_session):
+def test_the_error_of_a_handler_that_has_no_listener_is_unavailable_too(make_session):
     server = make_session("server")
-    server.respond("echo.passed_on", lambda payload: server.request("echo.nobody", payload, DEADLINE_S))
-    with pytest.raises(UnavailableError, match=r"echo\.nobody"):
+    server.respond("echo.passed_on", lambda payload: server.request("echo.absent", payload, DEADLINE_S))
+    with pytest.raises(UnavailableError, match=r"echo\.absent"):
         make_session("client").request("echo.passed_on", b"", DEADLINE_S)
 
 

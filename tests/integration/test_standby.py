@@ -119,8 +119,8 @@ def test_killed_servers_are_replaced_and_new_standbys_filled_with_equal_rows(
     server, standby = (f"embedding-parameter-server-1{end}" for end in ("", "-standby"))
     job.cluster.kill(server)
     await_log(job, standby, "its standby takes over")
-    # What was killed comes back as the standby of its own standby, is filled while training continues, and
-    # is needed in its turn.
+    # The killed server is started again as the standby of its successor, copies the rows while training
+    # continues, and then takes over from it.
     start_again(job, server)
     await_log(job, standby, "has every row and change")
     await_batch(job, 90)
@@ -184,7 +184,7 @@ def test_training_continues_without_a_standby_that_was_killed_or_a_broker_that_r
     job.cluster.restart("nats")  # one sign of death alone: no standby takes over
     await_batch(job, 60)
     job.cluster.kill("embedding-parameter-server-1-standby")
-    await_log(job, "embedding-parameter-server-1", "updates go on without it")
+    await_log(job, "embedding-parameter-server-1", "training continues without it")
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     (report,) = job.reports
     assert report["batch_ids"] == list(range(NUM_BATCHES))

@@ -56,7 +56,7 @@ class Index:
         return server, replica
 
     def attach(self) -> Standby:
-        """A standby that has every row; it does nothing by itself."""
+        """A standby that has every row, and runs no thread of its own."""
         server, replica = self.process("standby", is_standby=True)
         standby = Standby(replica, CONFIG, DEADLINE_S, is_forced=True)
         server.follow(self.server.incarnation)

@@ -173,8 +173,8 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
 
 // What fails within, rather than being refused, may have changed some rows: the standby's differ.
 StatusOr<Segments> StandbyLink::ApplyHere(const std::function<StatusOr<Segments>()>& apply) {
-  const auto may_be_applied_in_part = [this](const std::string& failure) {
-    if (channel_ != nullptr) Break(channel_, Internal("an operation failed here: " + failure));
+  const auto may_be_applied_in_part = [this, channel = channel_](const std::string& failure) {
+    if (channel != nullptr) Break(channel, Internal("an operation failed here: " + failure));
   };
   try {
     auto reply = apply();

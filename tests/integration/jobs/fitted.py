@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from recovered import training
 
-from persia import EmbeddingConfig, Recovery, TrainCtx, optim
 from persia.embedding.data import IDTypeFeatureWithSingleID, Label, NonIDTypeFeature, PersiaBatch
 from persia.train import Trainer
 from persia.utils import setup_seed
-from train import Model, digest
+from train import Model
 
 NUM_SAMPLES = 32
 
@@ -65,17 +65,7 @@ def main() -> None:
     folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     setup_seed(7)
     model, trainer = Watched(), make_trainer(folder, int(sys.argv[4]))
-    ctx = TrainCtx(
-        model=model,
-        embedding_optimizer=optim.Adagrad(lr=0.05),
-        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
-        embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
-        mixed_precision=False,
-        recovery=Recovery(folder / "recovery", every_steps=every_steps, state={"trainer": trainer}),
-        on_lost_rows="recover",
-    )
-    with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
-        log.write(f"begin {ctx.step}\n")
+    with training(model, folder, every_steps=every_steps, state={"trainer": trainer}) as (ctx, log):
 
         def trains(number: int) -> None:
             time.sleep(pace_s)
@@ -86,9 +76,6 @@ def main() -> None:
         model.trains = trains
         fit = trainer.fit(ctx, reproducible=ctx.world_size == 1)
         sys.stdout.write(f"ended at {fit.step}\n")
-        ctx.dump_checkpoint(folder / "final")
-    if ctx.rank == 0:
-        (folder / "dense.sha256").write_text(digest(model.parameters()))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TextIO
 
 import torch
 
@@ -17,22 +20,31 @@ from persia.utils import setup_seed
 from train import Model, digest, feed
 
 
-def main() -> None:
-    folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    data = StreamingDataset(buffer_size=10, loader=lambda: feed(int(sys.argv[4])))
-    setup_seed(7)
-    model = Model()
+@contextmanager
+def training(model: torch.nn.Module, folder: Path, **recovery: Any) -> Iterator[tuple[TrainCtx, TextIO]]:
+    """The context, and the file that takes lines of what it trains; dumps what it has trained at the end."""
     ctx = TrainCtx(
         model=model,
         embedding_optimizer=optim.Adagrad(lr=0.05),
         dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5),
         embedding_config=EmbeddingConfig(emb_initialization=(-0.1, 0.1), seed=3),
         mixed_precision=False,
-        recovery=Recovery(folder / "recovery", every_steps=every_steps),
+        recovery=Recovery(folder / "recovery", **recovery),
         on_lost_rows="recover",
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
+        yield ctx, log
+        ctx.dump_checkpoint(folder / "final")
+    if ctx.rank == 0:
+        (folder / "dense.sha256").write_text(digest(model.parameters()))
+
+
+def main() -> None:
+    folder, every_steps, pace_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    data = StreamingDataset(buffer_size=10, loader=lambda: feed(int(sys.argv[4])))
+    setup_seed(7)
+    with training(Model(), folder, every_steps=every_steps) as (ctx, log):
         for batch in DataLoader(data, reproducible=ctx.world_size == 1):
             time.sleep(pace_s)
             output, labels = ctx.forward(batch)
@@ -41,9 +53,6 @@ def main() -> None:
             log.write(f"{ctx.step} {(batch.meta or b'').decode()}\n")
             # One write: lines of several ranks must not mix.
             sys.stdout.write(f"step {ctx.step}\n")
-        ctx.dump_checkpoint(folder / "final")
-    if ctx.rank == 0:
-        (folder / "dense.sha256").write_text(digest(model.parameters()))
 
 
 if __name__ == "__main__":

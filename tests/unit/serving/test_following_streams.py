@@ -112,7 +112,7 @@ def test_back_to_a_pin_and_forward_again(
     trainer.pin(Position(trainer.position.stream, 1))
     wait_until(lambda: "has a dense model" in model.error, lambda: model.following)
     assert "name another one there, or remove pin" in model.error
-    assert "wait" not in model.error, "what is gone does not come back"
+    assert "wait" not in model.error, "waiting brings no lost rows back"
     assert {r.levelname for r in log.records if "cannot be reached" in r.message} == {"ERROR"}
     assert answer(model)[1] == [162.0], "what cannot be gone back to changes nothing"
     (tmp_path / "packets" / "pin").write_text("step 5")
