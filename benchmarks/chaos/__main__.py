@@ -55,11 +55,14 @@ def table(kills: Sequence[Kill]) -> str:
 @click.option("--kills", "num_kills", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--batches", type=click.IntRange(min=100), default=None, help="Default: 100 and 20 a kill.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True)
+@click.option("--standbys", type=click.IntRange(0, 1), default=0, show_default=True, help="Of each server.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--roles", type=click.Choice(ROLES), multiple=True, default=ROLES, help="Of processes to kill.")
-def main(num_kills: int, batches: int | None, ranks: int, seed: int, roles: tuple[str, ...]) -> None:
+def main(
+    num_kills: int, batches: int | None, ranks: int, standbys: int, seed: int, roles: tuple[str, ...]
+) -> None:
     total = batches or ranks * (100 + 20 * num_kills)
-    settings = Settings(batches=total, ranks=ranks, deadline_s=600 + 120 * num_kills)
+    settings = Settings(batches=total, ranks=ranks, standbys=standbys, deadline_s=600 + 120 * num_kills)
     kills = plan(num_kills, settings, roles, seed)
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
         outcome = run(Path(folder) / "killed", settings, kills)

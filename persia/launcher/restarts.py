@@ -23,7 +23,7 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 
 __all__ = ["Restarts", "how_it_ended", "partner_of", "restarts_alone"]
 
-# A job that dies so soon after a restart will probably die again. More than its start takes: a shorter time
+# What dies so soon after a restart will probably die again. More than its start takes: a shorter time
 # would never pause a job that always fails right after it.
 _QUICK_S = 60.0
 _SHORTEST_S, _LONGEST_S = 1.0, 30.0
@@ -34,8 +34,8 @@ class Restarts:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._last = float("-inf")
-        self._pause_s = 0.0
+        # When it was started last, and after which pause, by the name of a process; "": all of them.
+        self._last: dict[str, tuple[float, float]] = {}
         self.deaths = Counter[str]()  # by name of the process that died
         self._due: dict[str, tuple[float, ProcessSpec]] = {}  # when to start what, by its name
 
@@ -47,18 +47,25 @@ class Restarts:
     def exhausted(self) -> bool:
         return self.count >= self._limit
 
-    def next_pause_s(self, name: str) -> float:
-        """Counts a restart as `name` has died; returns the seconds to wait before it."""
+    def next_pause_s(self, name: str, *, alone: bool = True) -> float:
+        """Counts a restart as `name` has died; returns the seconds to wait before it.
+
+        A process that is started again `alone` waits for its own earlier deaths, not for those of others: a
+        standby that waits leaves its server without one.
+        """
         self.deaths[name] += 1
-        quick = self._clock() - self._last < _QUICK_S
-        self._pause_s = min(_LONGEST_S, max(_SHORTEST_S, 2 * self._pause_s)) if quick else 0.0
-        self._last = self._clock() + self._pause_s
-        return self._pause_s
+        key = name if alone else ""
+        last, pause_s = self._last.get(key, (-math.inf, 0.0))
+        quick = self._clock() - last < _QUICK_S
+        pause_s = min(_LONGEST_S, max(_SHORTEST_S, 2 * pause_s)) if quick else 0.0
+        self._last[key] = self._clock() + pause_s, pause_s
+        return pause_s
 
     def add(self, ended: ManagedProcess, specs: Sequence[ProcessSpec], tell: Callable[[str], None]) -> None:
         """Makes `specs` due after the pause, as `ended` has died. `tell` gets one line about it."""
-        pause_s = self.next_pause_s(ended.name)
-        what = "it is started again" if len(specs) == 1 else "every process is started again"
+        alone = len(specs) == 1
+        pause_s = self.next_pause_s(ended.name, alone=alone)
+        what = "it is started again" if alone else "every process is started again"
         tell(f"{ended.name} {how_it_ended(ended)}; {what} in {pause_s:g} s ({self})")
         at = self._clock() + pause_s
         self._due |= {spec.name: (at, spec) for spec in specs}

@@ -412,6 +412,7 @@ class ClusterBackend(EmbeddingBackend):
                     if known is not None and known.incarnation == worker.incarnation:
                         self._left.add(worker.incarnation)
                         self._remote.retire_worker(worker.index)
+                get_default_logger().info("%s has left: it gets no more batches", worker)
                 return
             self._use(worker)
             if self._config is not None:  # workers keep it for servers that restart

@@ -241,8 +241,10 @@ class Primary:
                 return
             self._server.release_standby()
             self._standby = None
-        get_default_logger().error(
-            "the standby at %s is lost (%s): training continues without it", standby.address, reason
+        get_default_logger().warning(
+            "the standby at %s has no copy any more (%s): training continues without it",
+            standby.address,
+            reason,
         )
 
     def _end(self, successor: str) -> None:
@@ -384,7 +386,8 @@ class Standby:
                     f"the primary at {self.primary.address} has died after this standby lost sight of it: it "
                     "may have changed without this standby, which ends"
                 )
-            if others := self._replica.others():
+            # One that has gone cannot answer; whether another server has come is asked below.
+            if self._sign is not Sign.GONE and (others := self._replica.others()):
                 if all(info.incarnation == self.primary.incarnation for info in others):
                     return False
                 raise FailedPreconditionError(f"{others[0]} is the server of this index: this standby ends")

@@ -62,20 +62,26 @@ def test_restarts_are_limited_and_reported() -> None:
 
 def test_a_pause_delays_one_process_alone() -> None:
     clock, told = Clock(), list[str]()
-    restarts = Restarts(5, clock)
+    restarts = Restarts(9, clock)
     loader = ended("data-loader-0", f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
     worker = ended("embedding-worker-1", f"os.kill(os.getpid(), {int(signal.SIGKILL)})")
     restarts.add(loader, [loader.spec], told.append)
     assert restarts.take_due() == [loader.spec]
     assert restarts.next_due_s == float("inf")
     restarts.add(loader, [loader.spec], told.append)
-    assert told[-1] == "data-loader-0 was ended by SIGKILL; it is started again in 1 s (restart 2 of 5)"
+    assert told[-1] == "data-loader-0 was ended by SIGKILL; it is started again in 1 s (restart 2 of 9)"
     assert restarts.take_due() == []
     assert restarts.is_waiting("data-loader-0")
     assert restarts.next_due_s == 1.0
-    restarts.add(worker, [loader.spec, worker.spec], told.append)  # the pause of all of them counts
-    assert "every process is started again in 2 s" in told[-1]
-    clock.now += 1.5
+    restarts.add(worker, [worker.spec], told.append)  # its first death
+    assert restarts.take_due() == [worker.spec]
+    together = [loader.spec, worker.spec]
+    restarts.add(worker, together, told.append)
+    assert "every process is started again in 0 s" in told[-1]
+    assert restarts.take_due() == together
+    restarts.add(loader, together, told.append)
+    assert "every process is started again in 1 s" in told[-1]
+    clock.now += 0.5
     assert restarts.take_due() == []
     clock.now += 0.5
     assert restarts.take_due() == [loader.spec, worker.spec]
