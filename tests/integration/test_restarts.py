@@ -38,16 +38,6 @@ def test_killed_processes_change_nothing_in_the_result(tmp_path: Path) -> None:
     assert "restarts: 5 of 5 (data-loader-0 1, embedding-" in outcome.output
 
 
-@pytest.mark.timeout(900)
-def test_two_ranks_roll_back_together(tmp_path: Path) -> None:
-    settings = Settings(batches=160, ranks=2, servers=1, deadline_s=500)
-    outcome = run(tmp_path / "killed", settings, [Kill(role="rank", step=35, which=1)])
-    assert outcome.exit_code == 0, outcome.output
-    assert sorted(outcome.trained) == list(range(settings.batches))
-    assert outcome.wasted > 0
-    assert re.search(r"\[nn-worker 1\] .* continues after step \d+", outcome.output)
-
-
 def test_a_trainer_in_one_process_continues_between_its_evaluations(tmp_path: Path) -> None:
     settings = Settings(batches=100, every_steps=8, deadline_s=300, scripts=FITTED)
     with alone(tmp_path / "killed", settings) as process:
@@ -66,8 +56,8 @@ def test_a_trainer_in_one_process_continues_between_its_evaluations(tmp_path: Pa
 
 @pytest.mark.timeout(900)
 def test_a_trainer_continues_after_kills(tmp_path: Path) -> None:
-    settings = Settings(batches=160, every_steps=16, deadline_s=500, scripts=FITTED)
-    kills = [Kill(role="rank", step=40), Kill(role="data loader", step=60), Kill(role="rank", step=85)]
+    settings = Settings(batches=120, every_steps=16, deadline_s=500, scripts=FITTED)
+    kills = [Kill(role="data loader", step=40), Kill(role="rank", step=60)]
     outcome = run(tmp_path / "killed", settings, kills)
     assert outcome.exit_code == 0, outcome.output
     assert all(kill.at for kill in kills), kills
@@ -84,5 +74,6 @@ def test_ranks_of_a_trainer_roll_back_together_and_end_unevenly(tmp_path: Path) 
     assert outcome.exit_code == 0, outcome.output
     assert sorted(outcome.trained) == list(range(settings.batches))
     assert outcome.wasted > 0
+    assert re.search(r"\[nn-worker 1\] .* continues after step \d+", outcome.output)
     assert outcome.output.count("ended at 71") == 2, "the step is that of the longer rank"
     assert len(trained_by(tmp_path / "killed" / "rank0.log")[0]) in (70, 71)
