@@ -21,6 +21,7 @@ _SUBCOMMANDS = {
     "preprocess": "preprocess.command",
     "local": "local.command",
     "slurm": "slurm.command",
+    "plan": "plan.command",
     "nats-server": "nats_server.command",
     "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
     "embedding-worker": "embedding_servers.embedding_worker",
