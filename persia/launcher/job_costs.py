@@ -296,6 +296,9 @@ def _summary(job: Job, hosts: Hosts, traffic: Traffic, roles: dict[str, RolePlan
         slowest = max(roles, key=lambda name: roles[name].cpu_s)
         cpu_s = sum(role.cpu_s for role in roles.values())
         rate, limit = _rate("machine", hosts.machine, job.batch_size, cpu_s, 0)
+        device = hosts.ranks.samples_per_s
+        if device is not None and device * roles[RANKS].count < rate:
+            slowest, rate, limit = RANKS, device * roles[RANKS].count, "device"
         needed = sum(role.count * (role.memory_bytes or 0) for role in roles.values())
         memory_gib = hosts.machine.memory_gib
     fits = needed <= (memory_gib or math.inf) * 2**30 * _USABLE_MEMORY
