@@ -27,6 +27,8 @@ import yaml
 from benchmarks.role_costs import process_seconds
 from persia.data import SyntheticClicks
 from persia.launcher.supervisor import ManagedProcess
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import NN_WORKER
 from persia.observability.status import ProcessStatus, find_processes, job_status
 from persia.testing import LocalCluster
 
@@ -37,7 +39,7 @@ ROLES = {
     "embedding-worker": "embedding_workers",
     "embedding-parameter-server": "parameter_servers",
 }
-TOLERANCE, WARM_UP = 0.2, 20
+TOLERANCE, WARM_UP, TIMEOUT_S = 0.2, 20, 1200.0
 
 
 def snapshot(statuses: list[ProcessStatus], nats: int) -> dict[str, float]:
@@ -53,36 +55,36 @@ def snapshot(statuses: list[ProcessStatus], nats: int) -> dict[str, float]:
     return counts
 
 
-def watch(cluster: LocalCluster, rank: ManagedProcess) -> Iterator[dict[str, float]]:
-    """Snapshots while the rank trains."""
+def snapshots(cluster: LocalCluster, rank: ManagedProcess, at: tuple[int, int]) -> list[dict[str, float]]:
+    """At two numbers of trained batches."""
     nats = next(process.pid for process in cluster.processes if process.name == "nats")
-    known = find_processes(cluster.session)
-    while rank.exit_code is None:
-        time.sleep(1.0)  # each question takes time of the processes
-        if len({info.role for info in known}) < len(ROLES):
-            known = find_processes(cluster.session)
-        statuses = job_status(known)
-        if len(known) > 3 and all(status.values is not None for status in statuses):
-            yield snapshot(statuses, nats)
+    taken: list[dict[str, float]] = []
+    while rank.exit_code is None and len(taken) < len(at):
+        time.sleep(0.5)
+        # Of the rank alone: questions take time of the processes that are asked.
+        (found, *_) = job_status(Directory(cluster.session).present(NN_WORKER, 0.4)) or [None]
+        if found is None or found.values is None or found.values["stats"]["batches_trained"] < at[len(taken)]:
+            continue
+        taken.append(snapshot(job_status(find_processes(cluster.session)), nats))
+    return taken
 
 
-def measure(words: list[str], servers: int, slots: dict[str, Any]) -> dict[str, float]:
+def measure(words: list[str], batches: int, servers: int, slots: dict[str, Any]) -> dict[str, float]:
     """Of a batch, and memory of a server at the end."""
     with LocalCluster(
         embedding_config=slots, parameter_servers=servers, env={"OMP_NUM_THREADS": "1"}
     ) as cluster:
         cluster.start_loader(EXAMPLE / "data_loader.py", *words)
         rank = cluster.start_nn_worker(EXAMPLE / "train.py", *words)
-        seen = [counts for counts in watch(cluster, rank) if counts["trained"] >= WARM_UP]
-        if cluster.wait(rank):
+        seen = snapshots(cluster, rank, (WARM_UP, batches * 4 // 5))
+        if cluster.wait(rank, TIMEOUT_S) or len(seen) < 2:
             raise RuntimeError(rank.output)
         held = [
             status.values
             for status in job_status(find_processes(cluster.session))
             if status.info.role == "embedding-parameter-server" and status.values is not None
         ]
-    # The last one may see the evaluation at the end.
-    first, last = seen[0], next(counts for counts in seen if counts["trained"] == seen[-1]["trained"])
+    first, last = seen
     trained = last["trained"] - first["trained"]
     found = {name: (last[name] - first[name]) / trained for name in first}
     found["rows"] = sum(values["stats"]["num_rows"] for values in held)
@@ -184,7 +186,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         plan = predict(words, servers, Path(folder), constants)
     words.append("--no-serve")
-    found = measure(words, servers, slots) if servers else measure_process(words)
+    found = measure(words, batches, servers, slots) if servers else measure_process(words)
     failed = False
     click.echo("| | predicted | measured | ratio |\n|---|---|---|---|")
     for name, predicted, measured, must_agree in rows(plan, found, batch_size):

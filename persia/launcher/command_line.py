@@ -74,6 +74,10 @@ def cli() -> None:
       persia-launcher init my_job --parquet clicks.parquet
 
     \b
+    What a job will need, before it runs:
+      persia-launcher plan --feature-spec data/ --hosts hosts.yaml
+
+    \b
     A whole job on this machine, in one command:
       persia-launcher local --data-loader data_loader.py --nn-worker train.py \\
           --embedding-config embedding_config.yml --global-config global_config.yml
