@@ -62,8 +62,9 @@ def snapshots(cluster: LocalCluster, rank: ManagedProcess, at: tuple[int, int]) 
     while rank.exit_code is None and len(taken) < len(at):
         time.sleep(0.5)
         # Of the rank alone: questions take time of the processes that are asked.
-        (found, *_) = job_status(Directory(cluster.session).present(NN_WORKER, 0.4)) or [None]
-        if found is None or found.values is None or found.values["stats"]["batches_trained"] < at[len(taken)]:
+        found = job_status(Directory(cluster.session).present(NN_WORKER, 0.4))
+        trained = [one.values["stats"]["batches_trained"] for one in found if one.values is not None]
+        if not trained or trained[0] < at[len(taken)]:
             continue
         taken.append(snapshot(job_status(find_processes(cluster.session)), nats))
     return taken

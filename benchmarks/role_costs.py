@@ -165,12 +165,12 @@ def _train(size: int, dim: int, pids: Mapping[str, int], *, alone: bool) -> None
     slots = _slots(dim) if alone else None
     dataset = StreamingDataset(loader=partial(_load, size))  # which a cluster does not call
     begin: dict[str, float] = {}
-    with TrainCtx(
-        optim.SGD(lr=1e-6), dense, model=model, embedding_config=EmbeddingConfig(), slots=slots
-    ) as ctx:
+    sparse = optim.Adagrad(lr=1e-6)
+    with TrainCtx(sparse, dense, model=model, embedding_config=EmbeddingConfig(), slots=slots) as ctx:
         for batch in DataLoader(dataset, embedding_staleness=8):
             output, _ = ctx.forward(batch)
             ctx.backward(output.mean())
+            sparse.set_lr(1e-6 / ctx.step)  # as with a schedule, which tells the servers at each step
             if ctx.step == _WARM_UP:
                 begin = {name: process_seconds(pid) for name, pid in pids.items()}
         ctx.wait_for_gradients()

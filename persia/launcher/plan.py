@@ -164,9 +164,15 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
     import numpy as np
 
     from persia.data import SplitBinaryBatches
+    from persia.errors import ConfigError
     from persia.launcher.job_costs import SlotLoad, grown
 
     batches = SplitBinaryBatches(given["sample"], given["mapping"], batch_size=given["batch_size"])
+    if different := set(batches.spec.categorical) ^ set(spec.categorical):
+        raise ConfigError(
+            f"--sample={given['sample']} and --feature-spec={given['feature_spec']} differ in the slots "
+            f"{', '.join(sorted(different))}: name a sample of the same data"
+        )
     num_read = min(given["sample_batches"], len(batches))
     numbers = np.linspace(0, len(batches) - 1, num_read).round().astype(int)
     per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
@@ -210,6 +216,7 @@ def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) ->
     dense = [torch.randn(size, len(spec.numerical))]
     embeddings = [torch.randn(size, dim, requires_grad=True) for _ in spec.categorical]
     optimizer, spent, steps = torch.optim.SGD(model.parameters(), lr=1e-6), 0.0, -1
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use processor time, too
     while spent < 0.5 or steps < 2:
         begin = time.process_time()
@@ -218,6 +225,7 @@ def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) ->
         optimizer.step()
         spent += time.process_time() - begin if steps >= 0 else 0.0  # the first step warms up
         steps += 1
+    torch.set_num_threads(num_threads)
     return num_parameters, spent / steps * given["batch_size"] / size
 
 
@@ -225,7 +233,8 @@ def _show(plan: Plan, job: Job) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("role", *("processes", "memory of each", "MB in", "MB out", "processor ms", "samples/s"))
+    columns = ("role", "processes", "memory of each", "MB in", "MB out", "processor ms", "samples/s")
+    table = Table(*columns, caption="MB and ms: for a batch of one rank, all processes of the role together")
     for name, role in plan.roles.items():
         memory = "" if role.memory_bytes is None else f"{role.memory_bytes / _GIB:,.2f} GiB"
         rate = "" if role.samples_per_s is None else f"{role.samples_per_s:,.0f} ({role.limit})"

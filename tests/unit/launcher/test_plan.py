@@ -89,6 +89,9 @@ def test_wrong_options(tmp_path: Path) -> None:
     FeatureSpec.make(tmp_path, [None]).save(spec)
     failed = run(tmp_path, spec=spec)
     assert "feature 'cat_0.bin' has cardinality None, as its IDs are hashes: pass --sample" in failed.output
+    SyntheticClicks([9, 9], num_batches=1, batch_size=8).write_split_binary(str(tmp_path))
+    failed = run(tmp_path, "--sample", str(tmp_path), "--batch-size", "8", spec=spec)
+    assert "differ in the slots cat_1.bin: name a sample of the same data" in failed.output
 
 
 def test_hashed_ids_are_counted_in_a_sample(tmp_path: Path) -> None:
