@@ -41,7 +41,8 @@ from persia.utils import dump_yaml
 
 # (batch size, dim): far enough apart to tell the costs of batches, IDs and floats from each other.
 _RUNS = ((256, 16), (4096, 16), (4096, 64), (16384, 8))
-_ALPHA, _MADE, _WARM_UP, _TIMEOUT_S = 1.1, 4, 8, 300.0
+# As many batches in turns as make the rows of most of them leave the caches.
+_ALPHA, _MADE, _WARM_UP, _TIMEOUT_S = 1.1, 16, 20, 300.0
 _ROLES = {
     "embedding-parameter-server-0": job_costs.SERVERS,
     "embedding-worker-0": job_costs.WORKERS,

@@ -90,12 +90,12 @@ class Constants(Section):
     virtual machine.
     """
 
-    parameter_servers: RoleCost = _cost(72.7, 38.4, 0.842)
-    embedding_workers: RoleCost = _cost(665, 17.5, 0.387)
-    data_loaders: RoleCost = _cost(969, 0, 4.0)
-    ranks: RoleCost = _cost(2850, 37.3, 0.338)
-    broker: RoleCost = _cost(493, 0, 3.3)
-    one_process: RoleCost = _cost(1620, 26.3, 0.547)
+    parameter_servers: RoleCost = _cost(35.3, 46.5, 1.26)
+    embedding_workers: RoleCost = _cost(758, 12.2, 0.753)
+    data_loaders: RoleCost = _cost(773, 0, 4.79)
+    ranks: RoleCost = _cost(3650, 12.8, 0.619)
+    broker: RoleCost = _cost(404, 0, 3.04)
+    one_process: RoleCost = _cost(2180, 25.3, 0.559)
     server_mib: _Cost = 70  # of a parameter server without rows
 
 
