@@ -106,6 +106,10 @@ def command(**given: Any) -> None:
         click.echo(json.dumps(asdict(plan), indent=2))
     else:
         _show(plan, job)
+        if not given["sample"]:
+            click.echo(
+                "Distinct IDs are those of a power law (--alpha); --sample DIR counts those of your data."
+            )
 
 
 def _hosts(path: str | None) -> Hosts:

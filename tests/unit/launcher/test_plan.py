@@ -52,6 +52,7 @@ def test_the_table_names_the_limit(tmp_path: Path) -> None:
     assert "882,774,575 rows of 537 bytes: 441.8 GiB in all" in printed
     assert "limited by parameter servers: processor" in printed
     assert "The rows do not fit" in printed
+    assert "--sample DIR counts those of your data" in printed
 
 
 def test_a_speed_decides_the_number_of_processes(tmp_path: Path) -> None:
