@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -14,7 +14,9 @@ from persia.config.global_config import GlobalConfig
 from persia.config.published import without_published_forms
 from persia.config.slots_config import SlotsConfig
 from persia.errors import ConfigError
-from persia.validation import read_section
+from persia.validation import Section, read_section
+
+_AnySection = TypeVar("_AnySection", bound=Section)
 
 # The published inference job, as its documentation has it: keys indented below `job_type: Infer`.
 _NESTED_IN_VALUE = "mapping values are not allowed here"
@@ -34,6 +36,12 @@ def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
     Raises ConfigError, which names file, key, value and remedy.
     """
     return parse_embedding_config(_read_yaml(Path(path)), source=str(path))  # type: ignore[arg-type]  # checks it
+
+
+def load_section(section: type[_AnySection], path: str | os.PathLike[str]) -> _AnySection:
+    """Reads the file at `path`, which is one `section`. Raises ConfigError as the others do."""
+    with _naming(str(path)):
+        return read_section(section, _read_yaml(Path(path)))
 
 
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:

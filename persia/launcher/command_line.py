@@ -21,6 +21,7 @@ _SUBCOMMANDS = {
     "preprocess": "preprocess.command",
     "local": "local.command",
     "slurm": "slurm.command",
+    "plan": "plan.command",
     "nats-server": "nats_server.command",
     "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
     "embedding-worker": "embedding_servers.embedding_worker",
@@ -71,6 +72,10 @@ def cli() -> None:
     \b
     A job to start from, for your own Parquet file:
       persia-launcher init my_job --parquet clicks.parquet
+
+    \b
+    What a job will need, before it runs:
+      persia-launcher plan --feature-spec data/ --hosts hosts.yaml
 
     \b
     A whole job on this machine, in one command:

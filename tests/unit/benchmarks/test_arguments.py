@@ -24,6 +24,7 @@ WRONG = {
     "model_metrics": ["--batch=0", "--window=0", "--every=0", "--rounds=0"],
     "observability_cost": ["--batch-size=0", "--blocks=0", "--steps=0"],
     "packet_traffic": ["--rate=0"],
+    "planned": ["--servers=-1", "--batch-size=0", "--batches=99", "--dim=0"],
     "row_dtype": ["--updates=0", "--size=0", "--steps=0", "--judged=0", "--seeds=0"],
     "security": ["--connections=0", "--rate=0", "--hosts=251", "--rounds=0", "--seconds=0"],
     "serving": ["--rates=0", "--seconds=0", "--core=4096", "--core=x", "--rows=25", "--prepare"],

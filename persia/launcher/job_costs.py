@@ -1,0 +1,354 @@
+"""What a training job costs by role: rows, memory of servers, bytes and processor time of a batch.
+
+Pure arithmetic over the counts of a batch; `persia-launcher plan` reads its inputs and shows the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from persia.errors import ConfigError
+from persia.validation import Positive32, Section
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+SERVERS, WORKERS, LOADERS = "parameter_servers", "embedding_workers", "data_loaders"
+RANKS, BROKER, ONE_PROCESS = "ranks", "broker", "one_process"
+# Arrays of `dim` floats beside a row's embedding: docs/configuration.md, "Rows of a slot".
+_STATE_ARRAYS = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "rmsprop": 1, "lion": 1} | dict.fromkeys(
+    ("adam", "adamw", "adamax", "adadelta", "ftrl"), 2
+)
+_HAS_SCALAR = ("rowwise_adagrad", "adam", "adamw", "adamax")
+_ROW_OVERHEAD_BYTES = 25.4  # index and unfilled slabs: docs/performance_engine.md, "Memory of a row"
+_USABLE_MEMORY = 0.9  # dumps, requests and the system need the rest
+_EXACT_IDS = 1 << 16  # more frequent IDs have a probability each, rarer ones share that of a range
+
+
+class Role(Section):
+    """The processes of a role; resources are those of one process."""
+
+    count: Positive32 | None = None  # as many as memory and speed need
+    cores: _Positive | None = None
+    memory_gib: _Positive | None = None
+    network_gbit: _Positive | None = None  # no limit
+    samples_per_s: _Positive | None = None  # of the dense model, on the device of one rank
+
+
+class Hosts(Section):
+    """Where the processes of a job run: the file of `--hosts`."""
+
+    machine: Role | None = None  # one that all roles share, as with `persia-launcher local`
+    parameter_servers: Role = Role()
+    embedding_workers: Role = Role()
+    data_loaders: Role = Role()
+    ranks: Role = Role()
+    broker: Role = Role()
+
+    def check(self) -> None:
+        for name in (SERVERS, WORKERS, LOADERS, RANKS, BROKER):
+            role: Role = getattr(self, name)
+            if (role.cores is None) == (self.machine is None):
+                raise ConfigError(
+                    f"{name}.cores={role.cores}: give the cores of one process of each role, or those of "
+                    "a machine that all roles share, alone"
+                )
+            if role.samples_per_s is not None and name != RANKS:
+                raise ConfigError(f"{name}.samples_per_s={role.samples_per_s}: only ranks have it, remove it")
+        if self.broker.count not in (None, 1):
+            raise ConfigError(f"broker.count={self.broker.count} must be 1: a job has one NATS server")
+        name, memory = ("machine", self.machine) if self.machine else (SERVERS, self.parameter_servers)
+        if memory.memory_gib is None or memory.cores is None:
+            raise ConfigError(f"{name}.memory_gib={memory.memory_gib}: give memory_gib and cores")
+
+
+class RoleCost(Section):
+    """Processor time for a batch, an item (an ID; of servers, a distinct row) and a 4-byte word."""
+
+    batch_us: _Cost
+    item_ns: _Cost
+    word_ns: _Cost
+
+    def seconds(self, items: float, words: float, num_messages: int = 1) -> float:
+        """Of a batch, which `num_messages` processes get a share of."""
+        return num_messages * self.batch_us * 1e-6 + (self.item_ns * items + self.word_ns * words) * 1e-9
+
+
+def _cost(batch_us: float, item_ns: float, word_ns: float) -> RoleCost:
+    return RoleCost(batch_us=batch_us, item_ns=item_ns, word_ns=word_ns)
+
+
+class Constants(Section):
+    """Measured costs: the file of `--constants`.
+
+    The defaults come from `python -m benchmarks.role_costs` on 2 cores of an AMD EPYC with AVX-512, a busy
+    virtual machine.
+    """
+
+    parameter_servers: RoleCost = _cost(35.3, 46.5, 1.26)
+    embedding_workers: RoleCost = _cost(758, 12.2, 0.753)
+    data_loaders: RoleCost = _cost(773, 0, 4.79)
+    ranks: RoleCost = _cost(3650, 12.8, 0.619)
+    broker: RoleCost = _cost(404, 0, 3.04)
+    one_process: RoleCost = _cost(2180, 25.3, 0.559)
+    server_mib: _Cost = 70  # of a parameter server without rows
+
+
+class SlotLoad(Section):
+    """One slot: its rows after training, and the distinct IDs of one batch."""
+
+    name: str
+    hotness: Positive32 = 1
+    rows: _Cost
+    distinct: _Cost
+
+
+class Job(Section):
+    """What is trained. A batch is that of one rank."""
+
+    batch_size: Annotated[int, Field(ge=1, le=65535)]
+    dim: Annotated[int, Field(ge=1, le=65536)]
+    optimizer: str = "sgd"
+    row_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    num_numerical: Annotated[int, Field(ge=0)] = 13
+    dense_parameters: Annotated[int, Field(ge=0)] = 0  # which ranks all-reduce
+    dense_cpu_s: _Cost = 0  # processor time of the dense model for a batch
+    slots: list[SlotLoad]
+
+    def check(self) -> None:
+        if self.optimizer not in _STATE_ARRAYS:
+            raise ConfigError(f"optimizer={self.optimizer!r} must be one of {', '.join(_STATE_ARRAYS)}")
+
+    @property
+    def row_bytes(self) -> float:
+        """Memory of a row, with its share of index and slabs."""
+        embedding = self.dim if self.row_dtype == "float32" else -(-self.dim // 2)
+        floats = embedding + _STATE_ARRAYS[self.optimizer] * self.dim
+        # As RowShape::Stride: whole cache lines where that costs at most 16 bytes, else whole 16 bytes.
+        lines = _round_up(floats, 16)
+        stride = lines if lines - floats <= 4 else _round_up(floats, 4)
+        return 4 * (stride + (self.optimizer in _HAS_SCALAR)) + _ROW_OVERHEAD_BYTES
+
+    @property
+    def num_rows(self) -> float:
+        """Of all servers, at the end."""
+        return sum(slot.rows for slot in self.slots)
+
+    @property
+    def num_ids(self) -> int:
+        """Of a batch."""
+        return self.batch_size * sum(slot.hotness for slot in self.slots)
+
+    @property
+    def num_distinct(self) -> float:
+        """Rows of a batch."""
+        return sum(slot.distinct for slot in self.slots)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one batch by hop, of all servers together."""
+
+    id_features: float  # data loader to embedding worker, through the broker
+    submitted: float  # data loader to rank, through the broker
+    lookups: float  # embedding worker to servers
+    rows: float  # servers to embedding worker
+    embeddings: float  # embedding worker to rank
+    gradients: float  # rank to embedding worker
+    updates: float  # embedding worker to servers
+    all_reduce: float  # of a rank, each way
+
+    @classmethod
+    def of(cls, job: Job, num_servers: int, num_ranks: int) -> Traffic:
+        """By the layouts of docs/wire_format.md, without the headers of frames."""
+        id_features, embeddings, gradients = 16.0, 24.0, 24.0
+        for slot in job.slots:
+            name = _round_up(len(slot.name.encode()), 8)
+            id_features += 16 + name + _round_up(4 * (job.batch_size + 1), 8)
+            id_features += 8 * slot.hotness * job.batch_size
+            sent, index = _sent_rows(slot, job)
+            embeddings += 24 + name + 4 * job.dim * sent + index
+            gradients += 16 + name + 4 * job.dim * sent + (8 if index else 0)
+        signs, floats = 8 * job.num_distinct, 4 * job.dim * job.num_distinct
+        return cls(
+            id_features=id_features,
+            submitted=id_features + 168 + 4 * job.batch_size * (job.num_numerical + 1),
+            lookups=signs + 32 * num_servers,
+            rows=floats + 24 * num_servers,
+            embeddings=embeddings,
+            gradients=gradients,
+            updates=signs + floats + 48 * num_servers,
+            all_reduce=8 * job.dense_parameters * (num_ranks - 1) / num_ranks,
+        )
+
+    def by_role(self) -> dict[str, tuple[float, float]]:
+        """Bytes that the processes of a role receive and send."""
+        published, asked = self.id_features + self.submitted, self.lookups + self.updates
+        return {
+            SERVERS: (asked, self.rows),
+            WORKERS: (self.id_features + self.rows + self.gradients, asked + self.embeddings),
+            LOADERS: (0.0, published),
+            BROKER: (published, published),
+            RANKS: (self.submitted + self.embeddings + self.all_reduce, self.gradients + self.all_reduce),
+        }
+
+
+def work(job: Job, traffic: Traffic) -> dict[str, tuple[float, float]]:
+    """(items, words) of a batch for each role: what `RoleCost` multiplies."""
+    published = (traffic.id_features + traffic.submitted) / 4
+    sent = (traffic.embeddings + traffic.gradients) / 4
+    rows = 2.0 * job.num_distinct * job.dim
+    pooled = 2.0 * job.batch_size * len(job.slots) * job.dim
+    return {
+        SERVERS: (job.num_distinct, rows),
+        WORKERS: (job.num_ids, sent + rows),
+        RANKS: (job.num_ids, sent + pooled),
+        LOADERS: (job.num_ids, published),
+        BROKER: (0, published),
+        ONE_PROCESS: (job.num_ids, pooled + rows),
+    }
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """The processes of a role. Bytes and processor time are those of a batch, all processes together."""
+
+    count: int
+    memory_bytes: float | None  # of each; None: not predicted
+    received_bytes: float
+    sent_bytes: float
+    cpu_s: float
+    samples_per_s: float | None  # of all processes; None: they share a machine
+    limit: str  # what bounds it: processor, network or device
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The prediction for one job."""
+
+    num_rows: float
+    row_bytes: float
+    ids_of_batch: int
+    rows_of_batch: float
+    traffic: Traffic
+    roles: dict[str, RolePlan]
+    samples_per_s: float
+    limit: str  # role and resource
+    fits: bool  # whether the rows fit the memory
+
+
+def plan_job(job: Job, hosts: Hosts, constants: Constants, target: float | None = None) -> Plan:
+    """Predicts a job on `hosts`; a role without a count gets as many processes as `target` samples/s need.
+
+    Without `target` the ranks decide. Raises ConfigError if neither says how fast the job shall be.
+    """
+    given = {name: getattr(hosts, name).count for name in (RANKS, LOADERS, WORKERS, BROKER, SERVERS)}
+    if hosts.machine is None and target is None and given[RANKS] is None:
+        raise ConfigError("ranks.count=None: give it, or the speed that you need as --samples-per-s")
+    counts = {name: count or 1 for name, count in given.items()}
+    total, base = job.num_rows * job.row_bytes, constants.server_mib * 2**20
+    if hosts.machine is None and given[SERVERS] is None:
+        gib = hosts.parameter_servers.memory_gib or 0
+        if (room := gib * 2**30 * _USABLE_MEMORY - base) <= 0:
+            raise ConfigError(
+                f"parameter_servers.memory_gib={gib} has no room for rows: a server without rows takes "
+                f"{constants.server_mib:.0f} MiB"
+            )
+        counts[SERVERS] = max(1, math.ceil(total / room))
+    roles: dict[str, RolePlan] = {}
+    for name in counts:
+        role: Role = getattr(hosts, name)
+        traffic = Traffic.of(job, counts[SERVERS], counts[RANKS])
+        received, sent = traffic.by_role()[name]
+        num_messages = counts[SERVERS] if name == SERVERS else 1  # a batch has rows of all servers
+        cpu_s = getattr(constants, name).seconds(*work(job, traffic)[name], num_messages)
+        cpu_s += job.dense_cpu_s if name == RANKS else 0
+        rate, limit = _rate(name, role, job.batch_size, cpu_s, max(received, sent))
+        if hosts.machine is None and target is not None and given[name] is None and name != BROKER:
+            counts[name] = max(counts[name], math.ceil(target / rate))
+        count = counts[name]
+        target = target or rate * count  # the roles that follow keep up with the ranks
+        memory = total / count + base if name == SERVERS else None
+        of_all = None if hosts.machine else rate * count
+        roles[name] = RolePlan(count, memory, received, sent, cpu_s, of_all, limit)
+    return _summary(job, hosts, traffic, roles)
+
+
+def plan_process(job: Job, machine: Role, constants: Constants) -> Plan:
+    """Predicts a job in one process, without servers. Its memory is that of rows alone."""
+    traffic = Traffic.of(job, 1, 1)
+    cpu_s = constants.one_process.seconds(*work(job, traffic)[ONE_PROCESS]) + job.dense_cpu_s
+    role = RolePlan(1, job.num_rows * job.row_bytes, 0, 0, cpu_s, None, "processor")
+    return _summary(job, Hosts(machine=machine), traffic, {ONE_PROCESS: role})
+
+
+def _summary(job: Job, hosts: Hosts, traffic: Traffic, roles: dict[str, RolePlan]) -> Plan:
+    if hosts.machine is None:
+        slowest = min(roles, key=lambda name: roles[name].samples_per_s or math.inf)
+        rate, limit = roles[slowest].samples_per_s or 0.0, roles[slowest].limit
+        needed, memory_gib = roles[SERVERS].memory_bytes or 0, hosts.parameter_servers.memory_gib
+    else:
+        slowest = max(roles, key=lambda name: roles[name].cpu_s)
+        cpu_s = sum(role.cpu_s for role in roles.values())
+        rate, limit = _rate("machine", hosts.machine, job.batch_size, cpu_s, 0)
+        device = hosts.ranks.samples_per_s
+        if device is not None and device * roles[RANKS].count < rate:
+            slowest, rate, limit = RANKS, device * roles[RANKS].count, "device"
+        needed = sum(role.count * (role.memory_bytes or 0) for role in roles.values())
+        memory_gib = hosts.machine.memory_gib
+    fits = needed <= (memory_gib or math.inf) * 2**30 * _USABLE_MEMORY
+    counts = job.num_rows, job.row_bytes, job.num_ids, job.num_distinct
+    return Plan(*counts, traffic, roles, rate, f"{slowest}: {limit}", fits)
+
+
+def _rate(name: str, role: Role, batch_size: int, cpu_s: float, num_bytes: float) -> tuple[float, str]:
+    """Samples/s of one process, and what bounds it."""
+    cores = role.cores or math.inf
+    if name == LOADERS:
+        cores = min(cores, 1.0)  # Python makes the batches of a loader one by one
+    rates = {"processor": batch_size * cores / max(cpu_s, 1e-12)}
+    if role.network_gbit is not None and num_bytes:
+        rates["network"] = batch_size * role.network_gbit * 1e9 / 8 / num_bytes
+    if role.samples_per_s is not None:
+        rates["device"] = role.samples_per_s
+    limit = min(rates, key=lambda name: rates[name])
+    return rates[limit], limit
+
+
+def _sent_rows(slot: SlotLoad, job: Job) -> tuple[float, float]:
+    """Rows between worker and rank, and bytes of their index: 0 for pooled embeddings (ADR 39)."""
+    number_bytes = max(1, math.ceil(math.log2(max(slot.distinct, 2)) / 8))
+    index = 16.0 + number_bytes * slot.hotness * job.batch_size
+    index += _round_up(job.batch_size, 8) if slot.hotness > 1 else 0
+    if 8 * job.dim * slot.distinct + index < 8 * job.dim * job.batch_size:
+        return slot.distinct, index
+    return job.batch_size, 0.0
+
+
+def expected_distinct(size: int, draws: float, alpha: float) -> float:
+    """Different IDs among `draws` of a power law with exponent `alpha` over `size` IDs.
+
+    The law of `SyntheticClicks`: the probability of ID k is the integral of x^-alpha from k + 1 to k + 2.
+    """
+    edges = np.arange(1, min(size, _EXACT_IDS) + 2, dtype=np.float64)
+    if size > _EXACT_IDS:
+        edges = np.concatenate([edges, np.geomspace(edges[-1], size + 1, 1000)[1:]])
+    mass = np.log(edges) if alpha == 1 else edges ** (1 - alpha) / (1 - alpha)
+    counts = np.diff(edges)
+    probability = np.diff(mass) / (mass[-1] - mass[0]) / counts
+    return float(np.sum(counts * -np.expm1(draws * np.log1p(-np.minimum(probability, 1 - 1e-12)))))
+
+
+def grown(seen: float, seen_of_half: float, factor: float, bound: float) -> float:
+    """Different IDs in `factor` times as much data, by the power law through a sample and its half."""
+    exponent = math.log2(max(seen, 1) / max(seen_of_half, 1))
+    return float(min(bound, seen * max(factor, 1.0) ** exponent))
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,262 @@
+"""`persia-launcher plan`: what a job needs, and what limits it, before it is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from persia.launcher.options import COUNT, option
+
+if TYPE_CHECKING:
+    from persia.data import FeatureSpec
+    from persia.launcher.job_costs import Hosts, Job, Plan, Role, SlotLoad
+
+_MAX_TIMED = 4096  # samples of the batch with which the dense model is timed
+_GIB = 2**30
+
+
+def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) for word in words):
+        raise click.BadParameter(f"{text!r} is no list of whole numbers from 1, like 512,256,128")
+    return [int(word) for word in words]
+
+
+@click.command("plan")
+@option(
+    "--feature-spec", required=True, metavar="PATH", help="A feature_spec.yaml, or the folder that has it."
+)
+@option(
+    "--hosts",
+    metavar="FILE",
+    help="Processes, cores, memory and network of each role (YAML). Without it: one process of each role, "
+    "all on this machine.",
+)
+@option("--in-process", is_flag=True, help="Plan a job in one process of this machine, without servers.")
+@option("--batch-size", type=click.IntRange(1, 65535), default=32768, help="Samples of one rank's batch.")
+@option("--dim", type=click.IntRange(1, 65536), default=128, help="Elements of an embedding.")
+@option("--optimizer", default="sgd", metavar="NAME", help="Of the embeddings, as in embedding_config.yml.")
+@option("--row-dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32")
+@option("--model", type=click.Choice(["dlrm", "dcnv2"]), default="dlrm", help="The dense part.")
+@option("--bottom-mlp-sizes", default="512,256,128", callback=_sizes, help="The last one becomes --dim.")
+@option("--top-mlp-sizes", default="1024,1024,512,256,1", callback=_sizes)
+@option(
+    "--sample",
+    metavar="DIR",
+    help="Count the distinct IDs in batches of this data set, a folder with a "
+    "feature_spec.yaml. Without it: a power law.",
+)
+@option("--mapping", default="train", help="Mapping of the feature spec in --sample.")
+@option("--sample-batches", type=click.IntRange(min=2), default=16, help="Batches of --sample to read.")
+@option(
+    "--alpha",
+    type=click.FloatRange(min=0),
+    default=1.1,
+    help="Exponent of the power law of IDs, where the feature spec has none.",
+)
+@option("--samples", type=COUNT, help="Samples to train, of all epochs. Without it: all IDs occur.")
+@option(
+    "--samples-per-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Speed that roles without a count are sized for; default: that of the ranks.",
+)
+@option(
+    "--constants",
+    metavar="FILE",
+    help="Measured costs of this kind of machine, of `python -m benchmarks.role_costs`; default: built-in.",
+)
+@option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def command(**given: Any) -> None:
+    """Predict the rows, memory, network and speed of a job from its feature spec.
+
+    \b
+    How many servers of 256 GiB hold Criteo 1TB without a frequency limit?
+      persia-launcher plan --feature-spec criteo_t0.yaml --hosts hosts.yaml
+
+    \b
+    hosts.yaml has the resources of one process of each role. A role without a count gets as many
+    processes as memory and speed need:
+      parameter_servers: {cores: 16, memory_gib: 256, network_gbit: 25}
+      embedding_workers: {cores: 16, network_gbit: 25}
+      data_loaders: {cores: 4, network_gbit: 25}
+      broker: {cores: 8, network_gbit: 25}
+      ranks: {count: 8, cores: 8, network_gbit: 25, samples_per_s: 500000}
+
+    samples_per_s is the speed of the dense model on one rank's GPU. Without it, the model is timed on this
+    machine's processor. The slowest role limits the job.
+    """
+    from persia.config.loading import load_section
+    from persia.launcher import job_costs
+
+    path = given["constants"]
+    constants = load_section(job_costs.Constants, path) if path else job_costs.Constants()
+    hosts = _hosts(given["hosts"])
+    job = _job(given, times_model=hosts.ranks.samples_per_s is None or given["in_process"])
+    if given["in_process"]:
+        plan = job_costs.plan_process(job, hosts.machine or _this_machine(), constants)
+    else:
+        plan = job_costs.plan_job(job, hosts, constants, given["samples_per_s"])
+    if given["as_json"]:
+        click.echo(json.dumps(asdict(plan), indent=2))
+    else:
+        _show(plan, job)
+        if not given["sample"]:
+            click.echo(
+                "Distinct IDs are those of a power law (--alpha); --sample DIR counts those of your data."
+            )
+
+
+def _hosts(path: str | None) -> Hosts:
+    from persia.config.loading import load_section
+    from persia.launcher.job_costs import Hosts
+
+    return load_section(Hosts, path) if path else Hosts(machine=_this_machine())
+
+
+def _this_machine() -> Role:
+    from persia.launcher.job_costs import Role
+
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+    return Role(cores=float(len(os.sched_getaffinity(0))), memory_gib=memory / _GIB)
+
+
+def _job(given: Mapping[str, Any], *, times_model: bool) -> Job:
+    from persia.data import FeatureSpec
+    from persia.launcher.job_costs import Job
+
+    spec = FeatureSpec.load(given["feature_spec"])
+    parameters, cpu_s = _dense(given, spec, times_model=times_model)
+    names = ("batch_size", "dim", "optimizer", "row_dtype")
+    return Job(
+        **{name: given[name] for name in names},
+        num_numerical=len(spec.numerical),
+        dense_parameters=parameters,
+        dense_cpu_s=cpu_s,
+        slots=_sampled(given, spec) if given["sample"] else _assumed(given, spec),
+    )
+
+
+def _assumed(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
+    """The slots by cardinality and power law."""
+    from persia.errors import ConfigError
+    from persia.launcher.job_costs import SlotLoad, expected_distinct
+
+    slots = []
+    for name in spec.categorical:
+        feature = spec.features[name]
+        size, alpha = feature.cardinality, given["alpha"] if feature.alpha is None else feature.alpha
+        if size is None:
+            raise ConfigError(
+                f"feature {name!r} has cardinality None, as its IDs are hashes: pass --sample with the "
+                "folder of its data, whose IDs are counted"
+            )
+        samples = given["samples"]
+        rows = expected_distinct(size, samples * feature.hotness, alpha) if samples else float(size)
+        distinct = expected_distinct(size, given["batch_size"] * feature.hotness, alpha)
+        slots.append(SlotLoad(name=name, hotness=feature.hotness, rows=rows, distinct=distinct))
+    return slots
+
+
+def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
+    """The slots by counting IDs in batches spread over the data."""
+    import numpy as np
+
+    from persia.data import SplitBinaryBatches
+    from persia.errors import ConfigError
+    from persia.launcher.job_costs import SlotLoad, grown
+
+    batches = SplitBinaryBatches(given["sample"], given["mapping"], batch_size=given["batch_size"])
+    if different := set(batches.spec.categorical) ^ set(spec.categorical):
+        raise ConfigError(
+            f"--sample={given['sample']} and --feature-spec={given['feature_spec']} differ in the slots "
+            f"{', '.join(sorted(different))}: name a sample of the same data"
+        )
+    num_read = min(given["sample_batches"], len(batches))
+    numbers = np.linspace(0, len(batches) - 1, num_read).round().astype(int)
+    per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
+    seen: dict[str, Any] = {}
+    half: dict[str, int] = {}
+    # Every second one first, so that both halves are spread over the data.
+    for place, number in enumerate([*numbers[::2], *numbers[1::2]]):
+        for feature in batches.make(int(number), requires_grad=False).id_type_features:
+            found = np.unique(feature.ids)
+            per_batch[feature.name].append(len(found))
+            seen[feature.name] = np.union1d(seen.get(feature.name, found[:0]), found)
+            if place < max(1, num_read // 2):
+                half[feature.name] = len(seen[feature.name])
+    share = (given["samples"] or batches.num_rows) / min(num_read * batches.batch_size, batches.num_rows)
+    slots = []
+    for name in spec.categorical:
+        size = spec.features[name].cardinality
+        if size and not given["samples"]:
+            rows = float(size)  # of the whole data, which has them all
+        else:
+            rows = grown(len(seen[name]), half[name], share, bound=float(size or "inf"))
+        hotness, distinct = spec.features[name].hotness, float(np.mean(per_batch[name]))
+        slots.append(SlotLoad(name=name, hotness=hotness, rows=rows, distinct=distinct))
+    return slots
+
+
+def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:
+    """Parameters of the dense model, and the processor time of a batch on this machine or 0."""
+    import torch
+
+    from persia.models import DLRM, DCNv2
+
+    dim, size = given["dim"], min(given["batch_size"], _MAX_TIMED)
+    bottom, top = [*given["bottom_mlp_sizes"][:-1], dim], given["top_mlp_sizes"]
+    kind = DLRM if given["model"] == "dlrm" else DCNv2
+    count = len(spec.numerical), len(spec.categorical), dim
+    model = kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not times_model:
+        return num_parameters, 0.0
+    dense = [torch.randn(size, len(spec.numerical))]
+    embeddings = [torch.randn(size, dim, requires_grad=True) for _ in spec.categorical]
+    optimizer, spent, steps = torch.optim.SGD(model.parameters(), lr=1e-6), 0.0, -1
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # threads that wait for each other use processor time, too
+    while spent < 0.5 or steps < 2:
+        begin = time.process_time()
+        optimizer.zero_grad()
+        model(dense, embeddings).mean().backward()
+        optimizer.step()
+        spent += time.process_time() - begin if steps >= 0 else 0.0  # the first step warms up
+        steps += 1
+    torch.set_num_threads(num_threads)
+    return num_parameters, spent / steps * given["batch_size"] / size
+
+
+def _show(plan: Plan, job: Job) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = ("role", "processes", "memory of each", "MB in", "MB out", "processor ms", "samples/s")
+    table = Table(*columns, caption="MB and ms: for a batch of one rank, all processes of the role together")
+    for name, role in plan.roles.items():
+        memory = "" if role.memory_bytes is None else f"{role.memory_bytes / _GIB:,.2f} GiB"
+        rate = "" if role.samples_per_s is None else f"{role.samples_per_s:,.0f} ({role.limit})"
+        moved = (f"{value / 1e6:,.2f}" for value in (role.received_bytes, role.sent_bytes))
+        table.add_row(
+            name.replace("_", " "), str(role.count), memory, *moved, f"{role.cpu_s * 1e3:,.2f}", rate
+        )
+    console = Console(width=120, highlight=False)
+    total = plan.num_rows * plan.row_bytes / _GIB
+    console.print(f"{plan.num_rows:,.0f} rows of {plan.row_bytes:,.0f} bytes: {total:,.1f} GiB in all")
+    console.print(
+        f"batch: {job.batch_size:,} samples, {plan.ids_of_batch:,} IDs, {plan.rows_of_batch:,.0f} distinct"
+    )
+    console.print(table)
+    console.print(f"{plan.samples_per_s:,.0f} samples/s, limited by {plan.limit.replace('_', ' ')}")
+    if not plan.fits:
+        click.secho(
+            "The rows do not fit: nine tenths of the memory are usable. Add servers or memory, or use "
+            "storage tiers.",
+            fg="red",
+        )

@@ -1,0 +1,157 @@
+"""`persia-launcher plan`: sizes of published models, what limits a job, errors that name field and remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from persia.data import FeatureSpec, SyntheticClicks
+from persia.data.synthetic import CRITEO_CARDINALITIES
+from persia.errors import ConfigError
+from persia.launcher import cli, job_costs
+from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
+from persia.messaging.payloads import IdsRequest, SubmittedBatch
+
+HOSTS = {
+    "parameter_servers": {"cores": 16, "memory_gib": 256, "network_gbit": 25},
+    "embedding_workers": {"cores": 16, "network_gbit": 25},
+    "data_loaders": {"cores": 4, "network_gbit": 25},
+    "broker": {"cores": 8, "network_gbit": 25},
+    "ranks": {"count": 8, "cores": 8, "network_gbit": 25, "samples_per_s": 500_000},
+}
+
+
+def run(folder: Path, *options: str, hosts: dict[str, Any] = HOSTS, spec: Path | None = None) -> Any:
+    (folder / "hosts.yaml").write_text(json.dumps(hosts))
+    if spec is None:
+        spec = folder / "t0.yaml"
+        FeatureSpec.make(folder, CRITEO_CARDINALITIES[0]).save(spec)
+    words = ["plan", "--feature-spec", str(spec), "--hosts", str(folder / "hosts.yaml"), *options]
+    return CliRunner().invoke(cli, words)
+
+
+@pytest.mark.parametrize(("dim", "gib", "servers"), [(128, 421, 2), (512, 4 * 421, 8)])
+def test_servers_for_nvidias_extra_large_models(tmp_path: Path, dim: int, gib: float, servers: int) -> None:
+    plan = json.loads(run(tmp_path, "--dim", str(dim), "--json").output)
+    assert plan["num_rows"] * dim * 4 / 2**30 == pytest.approx(gib, rel=0.001)  # as published
+    role = plan["roles"]["parameter_servers"]
+    assert role["count"] >= servers
+    assert plan["fits"]
+    assert role["memory_bytes"] < 0.9 * 256 * 2**30
+    assert plan["samples_per_s"] <= 8 * 500_000
+
+
+def test_the_table_names_the_limit(tmp_path: Path) -> None:
+    slow = HOSTS | {"parameter_servers": {"count": 2, "cores": 1, "memory_gib": 64}}
+    printed = run(tmp_path, hosts=slow).output
+    assert "882,774,575 rows of 537 bytes: 441.8 GiB in all" in printed
+    assert "limited by parameter servers: processor" in printed
+    assert "The rows do not fit" in printed
+    assert "--sample DIR counts those of your data" in printed
+
+
+def test_a_speed_decides_the_number_of_processes(tmp_path: Path) -> None:
+    hosts = HOSTS | {"ranks": HOSTS["ranks"] | {"count": None}}
+    counts = {}
+    for speed in ("1000000", "4000000"):
+        plan = json.loads(run(tmp_path, "--samples-per-s", speed, "--json", hosts=hosts).output)
+        assert plan["samples_per_s"] >= float(speed)
+        counts[speed] = plan["roles"]["ranks"]["count"]
+    assert counts == {"1000000": 2, "4000000": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": {"cores": 4, "samples_per_s": 5}}, "ranks.count=None: give it, or the speed"),
+        ({"broker": {}}, "broker.cores=None: give the cores of one process of each role"),
+        ({"broker": {"cores": 1, "count": 2}}, "broker.count=2 must be 1"),
+        ({"parameter_servers": {"cores": 4}}, "parameter_servers.memory_gib=None: give memory_gib"),
+        ({"parameter_servers": {"cores": 4, "memory_gib": 0.01}}, "memory_gib=0.01 has no room for rows"),
+        ({"data_loaders": {"cores": 4, "samples_per_s": 5}}, "data_loaders.samples_per_s=5.0: only ranks"),
+        ({"servers": {}}, "servers={} is not a known key"),
+    ],
+)
+def test_wrong_hosts(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    failed = run(tmp_path, "--top-mlp-sizes", "8,1", hosts=HOSTS | changes)
+    assert failed.exit_code == 1
+    assert message in failed.output
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    assert "optimizer='lamb' must be one of sgd" in run(tmp_path, "--optimizer", "lamb").output
+    assert "'8,x' is no list of whole numbers" in run(tmp_path, "--top-mlp-sizes", "8,x").output
+    spec = tmp_path / "hashed.yaml"
+    FeatureSpec.make(tmp_path, [None]).save(spec)
+    failed = run(tmp_path, spec=spec)
+    assert "feature 'cat_0.bin' has cardinality None, as its IDs are hashes: pass --sample" in failed.output
+    SyntheticClicks([9, 9], num_batches=1, batch_size=8).write_split_binary(str(tmp_path))
+    failed = run(tmp_path, "--sample", str(tmp_path), "--batch-size", "8", spec=spec)
+    assert "differ in the slots cat_1.bin: name a sample of the same data" in failed.output
+
+
+def test_hashed_ids_are_counted_in_a_sample(tmp_path: Path) -> None:
+    clicks = SyntheticClicks([20_000], num_batches=16, batch_size=1024, num_numerical=2, alpha=1.1)
+    clicks.write_split_binary(str(tmp_path))
+    spec = clicks.spec(str(tmp_path))
+    spec.save()
+    everything = job_costs.expected_distinct(20_000, 16 * 1024, 1.1)
+    text = (tmp_path / "feature_spec.yaml").read_text()
+    (tmp_path / "feature_spec.yaml").write_text(text.replace("cardinality: 20000\n", "cardinality: 30000\n"))
+    words = ("--batch-size", "1024", "--samples", str(16 * 1024), "--json", "--sample", str(tmp_path))
+    plan = json.loads(run(tmp_path, *words, "--sample-batches", "8", spec=tmp_path).output)
+    assert plan["num_rows"] == pytest.approx(everything, rel=0.15)  # of half the data
+    plan = json.loads(run(tmp_path, *words, "--sample-batches", "16", spec=tmp_path).output)
+    assert plan["num_rows"] == pytest.approx(everything, rel=0.03)
+
+
+def test_one_process(tmp_path: Path) -> None:
+    words = (
+        "--in-process",
+        "--json",
+        "--batch-size",
+        "64",
+        "--top-mlp-sizes",
+        "8,1",
+        "--bottom-mlp-sizes",
+        "8",
+    )
+    plan = json.loads(run(tmp_path, *words, "--dim", "8").output)
+    assert list(plan["roles"]) == ["one_process"]
+    assert plan["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.8, 1.0, 1.45])
+def test_distinct_ids_of_a_power_law(alpha: float) -> None:
+    clicks = SyntheticClicks([100_000], num_batches=8, batch_size=4096, alpha=alpha)
+    seen = np.mean([len(np.unique(clicks.columns(number)[1][0])) for number in clicks.read()])
+    assert job_costs.expected_distinct(100_000, 4096, alpha) == pytest.approx(seen, rel=0.03)
+
+
+def test_bytes_of_the_messages_of_a_data_loader() -> None:
+    clicks = SyntheticClicks([1000, 50], hotness=[1, 3], num_batches=1, batch_size=512)
+    batch = clicks.make(0, requires_grad=True)
+    ids = batch.encode_id_features()
+    slots = [SlotLoad(name=f"cat_{i}.bin", hotness=h, rows=1, distinct=1) for i, h in enumerate((1, 3))]
+    traffic = Traffic.of(Job(batch_size=512, dim=8, slots=slots), 1, 1)
+    sent = len(IdsRequest(0, 1, ids).encode())
+    assert traffic.id_features == pytest.approx(sent, rel=0.01)
+    submitted = SubmittedBatch(0, 0, 0, 0, 0, 1, 1, batch.encode_dense(), ids)
+    assert traffic.submitted == pytest.approx(len(submitted.encode()), rel=0.01)
+
+
+def test_a_hosts_file_of_a_call_obeys_the_same_rules() -> None:
+    with pytest.raises(ConfigError, match="machine.memory_gib=None: give memory_gib and cores"):
+        Hosts(machine=Role(cores=2.0))
+    job = Job(batch_size=8, dim=8, slots=[SlotLoad(name="a", rows=10, distinct=4)])
+    machine = Role(cores=2.0, memory_gib=1.0)
+    plan = job_costs.plan_job(job, Hosts(machine=machine), Constants())
+    assert plan.limit == "ranks: processor"
+    assert plan.fits
+    plan = job_costs.plan_job(job, Hosts(machine=machine, ranks=Role(samples_per_s=1.0)), Constants())
+    assert (plan.limit, plan.samples_per_s) == ("ranks: device", 1.0)
