@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -18,22 +19,24 @@ if TYPE_CHECKING:
     from persia.serving.evaluation import PredictionClient
 
 
-_common = options.all_of(
+_server = options.all_of(
     option("--address", default="127.0.0.1:8001", metavar="HOST:PORT", help="gRPC port of the server."),
     options.model_name,
-    option("--mapping", default="test", help="Mapping of the feature spec."),
+    option("--model-version", default="", help="Number or label of a version: stable, canary."),
     option("--timeout", type=click.FloatRange(min=0.001), default=60.0, help="Seconds for a request."),
     option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
 )
+_common = options.all_of(option("--mapping", default="test", help="Mapping of the feature spec."), _server)
 
 
 @click.group("evaluate")
 def command() -> None:
-    """Measure a model that `persia-launcher serve` serves, on a data set with a feature spec.
+    """Measure a model that `persia-launcher serve` serves, on a data set or on logged requests.
 
     \b
       persia-launcher evaluate accuracy /data/criteo
       persia-launcher evaluate latency /data/criteo --batch-sizes 256,1024 --concurrency 2
+      persia-launcher evaluate replay requests.bin --model-version canary
     """
 
 
@@ -47,6 +50,7 @@ def accuracy(
     dataset: str,
     address: str,
     model_name: str,
+    model_version: str,
     mapping: str,
     timeout: float,
     as_json: bool,
@@ -59,7 +63,7 @@ def accuracy(
     from persia.serving import evaluation
 
     batches = SplitBinaryBatches(dataset, mapping, batch_size=batch_size)
-    with evaluation.PredictionClient(address, model_name, timeout_s=timeout) as client:
+    with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         quality = evaluation.accuracy(client, batches, max_steps=max_steps, from_logits=not probabilities)
     _show([{name: value for name, value in asdict(quality).items() if value is not None}], as_json)
 
@@ -74,6 +78,7 @@ def latency(
     dataset: str,
     address: str,
     model_name: str,
+    model_version: str,
     mapping: str,
     timeout: float,
     as_json: bool,
@@ -96,8 +101,34 @@ def latency(
             raise click.UsageError(
                 f"{mapping!r} has {batches.num_rows} rows, fewer than a batch of {size}: lower --batch-sizes"
             )
-    with PredictionClient(address, model_name, timeout_s=timeout) as client:
+    with PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         _show([_row(client, data[size], size, concurrency, requests) for size in sizes], as_json)
+
+
+@command.command("replay")
+@click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_server
+@option("--concurrency", type=COUNT, default=1, help="Requests under way at a time.")
+def replay(
+    log: Path,
+    address: str,
+    model_name: str,
+    model_version: str,
+    timeout: float,
+    as_json: bool,
+    concurrency: int,
+) -> None:
+    """Latency and throughput for the requests of LOG, which --request-log of a server has written."""
+    from persia.embedding.data import PersiaBatch, split_batches
+    from persia.serving import evaluation
+
+    batches = split_batches(log.read_bytes())
+    if not batches:
+        raise click.UsageError(f"{log} has no requests: start the server with --request-log")
+    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in batches) / len(batches)
+    with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
+        found = evaluation.latency(client, batches, size, concurrency=concurrency)
+    _show([{"batch_size": size, "concurrency": concurrency, **asdict(found)}], as_json)
 
 
 def _row(

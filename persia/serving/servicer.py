@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -12,8 +13,7 @@ import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
-from persia.errors import DeadlineExceededError, InvalidArgumentError, PersiaError
-from persia.logger import get_default_logger
+from persia.errors import DeadlineExceededError, InvalidArgumentError
 from persia.serving.inference import Inference
 from persia.serving.protocol import METHODS, SERVICE, message, message_of, reply_of, status_of, tensors_of
 
@@ -68,7 +68,8 @@ class Servicer:
             request.model_name,
             request.model_version,
             tensors_of(request),
-            *(() if left_s is None else (left_s,)),
+            math.inf if left_s is None else left_s,
+            request.id,
         )
         name = self.inference.model.settings.name
         return reply_of(request, name, prediction)
@@ -77,27 +78,21 @@ class Servicer:
         self, name: str, request_class: Any, method: _Method
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answer(content: bytes, context: Any) -> Any:
-            # CANCELLED unless something below is reached: a client that leaves ends the coroutine by
-            # CancelledError.
-            begin_ns, code = time.monotonic_ns(), grpc.StatusCode.CANCELLED
+            begin_ns, code = time.monotonic_ns(), "OK"
             try:
                 left_s = context.time_remaining()
                 # Before it is parsed: behind a long queue nobody waits for the answer any more.
                 if left_s is not None and left_s <= 0:
                     raise DeadlineExceededError("the request's deadline passed before it was read")
-                reply = await method(_parsed(request_class, content), left_s)
-                code = grpc.StatusCode.OK
-                return reply
-            except PersiaError as failure:
-                code = grpc.StatusCode[status_of(failure)[0]]
-                await context.abort(code, message_of(failure))
-            except Exception as failure:
-                code = grpc.StatusCode.INTERNAL
-                get_default_logger().exception("a request failed")
-                await context.abort(code, f"{type(failure).__name__}: {message_of(failure)}")
+                return await method(_parsed(request_class, content), left_s)
+            except BaseException as failure:
+                code = status_of(failure)[0]
+                if not isinstance(failure, Exception):  # the client has left
+                    raise
+                await context.abort(grpc.StatusCode[code], message_of(failure))
             finally:
                 if name == _COUNTED:
-                    self.inference.statistics.add_request(begin_ns, code.name)
+                    self.inference.statistics.add_request(begin_ns, code)
 
         return answer
 

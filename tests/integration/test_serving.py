@@ -61,8 +61,10 @@ class Model(torch.nn.Module):
         )
 
 
-def dump(directory: Path, factor: float, step: int, *, keep_last: int | None = None) -> None:
-    model = Model(factor)
+def dump(
+    directory: Path, factor: float, step: int, *, keep_last: int | None = None, kind: type[Model] = Model
+) -> None:
+    model = kind(factor)
     with TrainCtx(
         SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), model=model, mixed_precision=False, slots=SLOTS
     ) as ctx:

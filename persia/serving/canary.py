@@ -1,0 +1,270 @@
+"""A second version beside the stable one: its share of requests, shadow requests, and its rollback.
+
+The stable version answers a request that the canary fails. Only if it can, the failure counts against the
+canary.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from persia.embedding.data import PersiaBatch
+from persia.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import lower_priority
+from persia.observability.exposition import Families
+from persia.serving.batch_predict import Prediction
+from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.gate import drift_of
+from persia.serving.predictor import ModelSettings, Version
+from persia.serving.sideline import Sideline, is_drawn
+from persia.serving.statistics import ServingStatistics
+from persia.serving.versions import ServedModel
+from persia.storage.location import Location
+
+STABLE, CANARY = "stable", "canary"  # what requests may ask for in place of a version
+
+_WINDOW = 100  # answers that are judged together
+_MIN_DRIFTS = 10  # their mean is compared from then on
+_MAX_PAUSE_S = 60.0  # between two tries to load the first version
+_DRIFT_BOUNDS = [round(factor * 10.0**power, 9) for power in range(-6, 1) for factor in (1, 2, 5)]
+_DRIFT_LABELS = [*(f"{bound:g}" for bound in _DRIFT_BOUNDS), "+Inf"]
+_CIRCUMSTANCES = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryOptions:
+    """What a canary is, and when it is rolled back."""
+
+    location: Location  # like that of the stable version
+    share: float = 0.0  # of requests that ask for no version
+    shadow_share: float = 0.0  # of requests that the stable version has answered
+    max_errors: int = 5  # among its last 100 answers
+    drift_limit: float | None = None  # mean absolute difference of the last 100 shadow requests
+
+
+class Trial:
+    """How a version has done. Of each version anew. Thread-safe."""
+
+    def __init__(self, options: CanaryOptions) -> None:
+        self.num_errors, self.num_rollbacks = 0, 0
+        self._options = options
+        self._lock = threading.Lock()
+        self._version: Version | None = None  # that the windows belong to
+        self._errors: deque[bool] = deque(maxlen=_WINDOW)
+        self._drifts: deque[float] = deque(maxlen=_WINDOW)
+        self._reason = ""
+        self._histogram, self._sum = [0] * len(_DRIFT_LABELS), 0.0
+
+    def reason(self, version: Version) -> str:
+        """Why `version` is rolled back; empty: it is not."""
+        return self._reason if version is self._version else ""
+
+    @property
+    def drift(self) -> float | None:
+        """Of the last shadow requests; None: there are too few."""
+        with self._lock:
+            return float(np.mean(self._drifts)) if len(self._drifts) >= _MIN_DRIFTS else None
+
+    def add(self, version: Version, error: str = "", drift: float | None = None) -> None:
+        """`error` empty: it has answered. `drift`: compared with the stable version."""
+        with self._lock:
+            if version is not self._version:
+                self._version, self._reason = version, ""
+                self._errors.clear()
+                self._drifts.clear()
+            self._errors.append(bool(error))
+            self.num_errors += bool(error)
+            if drift is not None:
+                self._drifts.append(drift)
+                self._histogram[bisect_left(_DRIFT_BOUNDS, drift)] += 1
+                self._sum += drift
+            if not self._reason and (reason := self._judged(error)):
+                self._reason = reason
+                self.num_rollbacks += 1
+                get_default_logger().error("canary %s is rolled back: %s", version.name, reason)
+
+    def add_metrics(self, families: Families) -> None:
+        with self._lock:
+            snapshot = list(self._histogram), self._sum, 0.0
+        families.histogram(
+            "persia_serving_shadow_difference",
+            "Mean absolute difference of the canary's predictions from those of the stable version.",
+            snapshot,
+            _DRIFT_LABELS,
+        )
+        families.counter("persia_serving_canary_rollbacks", "Canaries rolled back.", self.num_rollbacks)
+        families.counter(
+            "persia_serving_canary_errors",
+            "Requests, shadow ones too, that the canary failed and the stable version answered.",
+            self.num_errors,
+        )
+
+    def _judged(self, error: str) -> str:
+        limits = self._options
+        if (num_errors := sum(self._errors)) > limits.max_errors:
+            return (
+                f"it failed {num_errors} of its last {len(self._errors)} requests, more than "
+                f"--canary-max-errors {limits.max_errors}: {error}"
+            )
+        if limits.drift_limit is None or len(self._drifts) < _MIN_DRIFTS:
+            return ""
+        drift = float(np.mean(self._drifts))
+        if drift <= limits.drift_limit:
+            return ""
+        return (
+            f"its predictions differ from those of the stable version by {drift:.6g} on average, more than "
+            f"--canary-max-drift {limits.drift_limit:g}"
+        )
+
+
+class Canary:
+    """The canary of one served model. It is loaded beside it, so that a broken one stops no server."""
+
+    def __init__(
+        self, settings: ModelSettings, options: CanaryOptions, batching: BatchingOptions, num_threads: int
+    ) -> None:
+        self.options = options
+        self.trial = Trial(options)
+        self.statistics = ServingStatistics()  # of requests that it was to answer
+        self.model: ServedModel | None = None  # until it is loaded
+        self.batcher = Batcher(self.statistics.measured(self._predict), batching)
+        # The gate guards what replaces the stable version.
+        self._settings = replace(
+            settings, name=f"{settings.name} (canary)", location=options.location, follow=None, gate=None
+        )
+        self._num_threads = num_threads
+        self._load_error = ""
+        self._stopped = threading.Event()
+        self._shadows = Sideline("persia-shadow", self._compare)
+        self._loader = threading.Thread(target=self._load, name="persia-canary", daemon=True)
+        self._loader.start()
+
+    @property
+    def version(self) -> str:
+        """Empty: none is loaded yet."""
+        return "" if self.model is None else self.model.version
+
+    @property
+    def rolled_back(self) -> str:
+        """Why it is rolled back, until there is another version; empty: it is not."""
+        return "" if self.model is None else self.trial.reason(self.model.current)
+
+    @property
+    def error(self) -> str:
+        """Why its newest version cannot be served."""
+        return self._load_error if self.model is None else self.model.error
+
+    def takes(self, request_id: str) -> bool:
+        """Whether it is to answer a request that asks for no version."""
+        return self._is_drawn(self.options.share, request_id, CANARY)
+
+    def shadow(self, batch: PersiaBatch, answer: Prediction, request_id: str) -> None:
+        """Computes a request that the stable version has answered once more, if it is of the share."""
+        if self._is_drawn(self.options.shadow_share, request_id, "shadow"):
+            self._shadows.offer((batch, answer))
+
+    def add_answer(self, error: str = "") -> None:
+        """Of a request of its share. `error`: the stable version could answer it."""
+        if self.model is not None:
+            self.trial.add(self.model.current, error)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "share": self.options.share,
+            "shadow_share": self.options.shadow_share,
+            "rolled_back": self.rolled_back,
+            "error": self.error,
+            "drift": self.trial.drift,
+            "num_rollbacks": self.trial.num_rollbacks,
+            "num_requests": self.statistics.status()["num_requests"],
+            "num_errors": self.trial.num_errors,
+            "num_shadows_dropped": self._shadows.num_dropped,
+        }
+
+    def remark(self) -> str:
+        """For /readyz."""
+        if reason := self.rolled_back:
+            return f", canary {self.version} is rolled back: {reason}"
+        return f", the canary cannot be served: {self.error}" if self.error else ""
+
+    def add_metrics(self, families: Families, name: str) -> None:
+        families.gauge(
+            "persia_serving_canary_info",
+            "1; the labels tell which version is the canary.",
+            1,
+            model=name,
+            model_version=self.version,
+        )
+        self.statistics.add_metrics(families, "persia_serving_canary")
+        self.trial.add_metrics(families)
+        families.gauge(
+            "persia_serving_canary_rolled_back",
+            "1: the canary gets no requests; /status and /readyz say why.",
+            bool(self.rolled_back),
+        )
+        families.counter(
+            "persia_serving_shadows_dropped",
+            "Shadow requests not computed, as the server was behind.",
+            self._shadows.num_dropped,
+        )
+
+    def close(self) -> None:
+        self._stopped.set()
+        self._shadows.close()
+        self.batcher.close()
+        if self.model is not None:
+            self.model.close()
+
+    def _is_drawn(self, share: float, request_id: str, purpose: str) -> bool:
+        return (
+            share > 0
+            and self.model is not None
+            and not self.rolled_back
+            and is_drawn(share, request_id, purpose)
+        )
+
+    def _predict(self, batch: PersiaBatch) -> Prediction:
+        if self.model is None:
+            raise UnavailableError("the canary is not loaded yet")
+        return replace(self.model.predict(batch), is_canary=True)
+
+    def _compare(self, shadow: tuple[PersiaBatch, Prediction]) -> None:
+        batch, answer = shadow
+        if self.model is None or self.rolled_back:
+            return
+        version = self.model.current
+        try:
+            found = self.model.predict(batch)
+            drift = drift_of([found.outputs], [answer.outputs])
+            error = "" if np.isfinite(drift) else "a prediction is NaN or infinite"
+        except _CIRCUMSTANCES:
+            return
+        except Exception as failure:
+            drift, error = 0.0, str(failure)
+        if not error and not (found.has_default_rows or answer.has_default_rows):
+            self.trial.add(version, drift=drift)
+        # What is not finite in both says nothing about the canary.
+        elif error and all(np.isfinite(output).all() for output in answer.outputs):
+            self.trial.add(version, error)
+
+    def _load(self) -> None:
+        lower_priority()
+        pause_s = self._settings.poll_s
+        while not self._stopped.is_set():
+            try:
+                self.model = ServedModel(self._settings, num_threads=self._num_threads)
+                return
+            except Exception as failure:
+                if str(failure) != self._load_error:
+                    get_default_logger().error("the canary cannot be served: %s", failure)
+                self._load_error = str(failure)
+            self._stopped.wait(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
