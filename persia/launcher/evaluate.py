@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from persia.serving.evaluation import PredictionClient
 
 
-_server = options.all_of(
+_common = options.all_of(
     option("--address", default="127.0.0.1:8001", metavar="HOST:PORT", help="gRPC port of the server."),
     options.model_name,
+    option("--mapping", default="test", help="Mapping of the feature spec."),
     option("--model-version", default="", help="Number or label of a version: stable, canary."),
     option("--timeout", type=click.FloatRange(min=0.001), default=60.0, help="Seconds for a request."),
     option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
 )
-_common = options.all_of(option("--mapping", default="test", help="Mapping of the feature spec."), _server)
 
 
 @click.group("evaluate")
@@ -36,7 +36,7 @@ def command() -> None:
     \b
       persia-launcher evaluate accuracy /data/criteo
       persia-launcher evaluate latency /data/criteo --batch-sizes 256,1024 --concurrency 2
-      persia-launcher evaluate replay requests.bin --model-version canary
+      persia-launcher evaluate latency requests.bin --model-version canary
     """
 
 
@@ -86,10 +86,16 @@ def latency(
     concurrency: int,
     requests: int,
 ) -> None:
-    """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml."""
+    """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml.
+
+    DATASET may also be a file that --request-log of a server has written: its requests are sent as they are.
+    """
     from persia.data import SplitBinaryBatches
     from persia.serving.evaluation import PredictionClient
 
+    if (log := Path(dataset)).is_file():
+        with PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
+            return _show([_replayed(client, log, concurrency)], as_json)
     sizes = [int(size) if size.isdecimal() else 0 for size in batch_sizes.split(",")]
     if min(sizes) < 1:
         raise click.BadParameter(
@@ -105,30 +111,14 @@ def latency(
         _show([_row(client, data[size], size, concurrency, requests) for size in sizes], as_json)
 
 
-@command.command("replay")
-@click.argument("log", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@_server
-@option("--concurrency", type=COUNT, default=1, help="Requests under way at a time.")
-def replay(
-    log: Path,
-    address: str,
-    model_name: str,
-    model_version: str,
-    timeout: float,
-    as_json: bool,
-    concurrency: int,
-) -> None:
-    """Latency and throughput for the requests of LOG, which --request-log of a server has written."""
+def _replayed(client: PredictionClient, log: Path, concurrency: int) -> dict[str, float]:
     from persia.embedding.data import PersiaBatch, split_batches
     from persia.serving import evaluation
 
-    batches = split_batches(log.read_bytes())
-    if not batches:
-        raise click.UsageError(f"{log} has no requests: start the server with --request-log")
-    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in batches) / len(batches)
-    with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
-        found = evaluation.latency(client, batches, size, concurrency=concurrency)
-    _show([{"batch_size": size, "concurrency": concurrency, **asdict(found)}], as_json)
+    sent = split_batches(log.read_bytes())
+    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in sent) / max(1, len(sent))
+    found = evaluation.latency(client, sent, size, concurrency=concurrency)
+    return {"batch_size": size, "concurrency": concurrency, **asdict(found)}
 
 
 def _row(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_SHARE = click.FloatRange(0, 1)
+_SHARE, _DRIFT = click.FloatRange(0, 1), click.FloatRange(min=0.0)
 
 
 def _bytes_of_mib(_ctx: click.Context, _param: click.Parameter, mib: int) -> int:
@@ -29,32 +29,38 @@ def _bytes_of_mib(_ctx: click.Context, _param: click.Parameter, mib: int) -> int
 
 
 _canary_options = options.all_of(
-    option(
-        "--canary",
-        metavar="DIR|URL",
-        help="A second checkpoint, or directory of checkpoints, that answers a share of the requests.",
-    ),
-    option(
-        "--canary-share", "share", type=_SHARE, default=0.0, help="Share of requests that the canary answers."
-    ),
+    option("--canary", metavar="DIR|URL", help="Serve this checkpoint, or directory of them, as a canary."),
+    option("--canary-share", "share", type=_SHARE, default=0.0, help="Share of requests that it answers."),
     option(
         "--shadow-share",
         type=_SHARE,
         default=0.0,
-        help="Share of the answered requests that the canary computes as well, to be compared.",
+        help="Share of answered requests that it computes as well, for a comparison.",
     ),
     option(
         "--canary-max-errors",
         "max_errors",
         type=click.IntRange(min=0),
         default=5,
-        help="Roll the canary back if more of its last 100 requests fail.",
+        help="It is rolled back when it fails more of its last 100 requests.",
     ),
     option(
         "--canary-max-drift",
         "drift_limit",
-        type=click.FloatRange(min=0.0),
-        help="Roll the canary back if its shadow requests differ by more, as mean absolute difference.",
+        type=_DRIFT,
+        help="It is rolled back when its last 100 shadow requests differ by more, as with --gate-drift.",
+    ),
+)
+_log_options = options.all_of(
+    option("--request-log", type=_FILE, help="Append answered requests, as --gate and --sample read them."),
+    option("--request-log-share", "log_share", type=_SHARE, default=1.0, help="Share of them."),
+    option(
+        "--request-log-mib",
+        "max_log_bytes",
+        type=COUNT,
+        default=64,
+        callback=_bytes_of_mib,
+        help="Largest size of the file, which then becomes FILE.1.",
     ),
 )
 
@@ -134,10 +140,10 @@ _canary_options = options.all_of(
 @option(
     "--gate-drift",
     "max_drift",
-    type=click.FloatRange(min=0.0),
+    type=_DRIFT,
     help="Largest mean absolute difference of predictions from those of the version in use.",
 )
-@option("--gate-auc", "min_auc", type=click.FloatRange(0, 1), help="Lowest AUC on the samples' labels.")
+@option("--gate-auc", "min_auc", type=_SHARE, help="Lowest AUC on the samples' labels.")
 @option(
     "--incremental-dir",
     metavar="DIR|URL",
@@ -172,27 +178,7 @@ _canary_options = options.all_of(
     "(zeros), and marked. `default` needs --embedding-config.",
 )
 @_canary_options
-@option(
-    "--request-log",
-    type=_FILE,
-    help="Append answered requests to this file as PersiaBatch.to_bytes(), for --sample, --gate and "
-    "`evaluate replay`.",
-)
-@option(
-    "--request-log-share",
-    "log_share",
-    type=_SHARE,
-    default=1.0,
-    help="Share of answered requests that are logged.",
-)
-@option(
-    "--request-log-mib",
-    "max_log_bytes",
-    type=COUNT,
-    default=64,
-    callback=_bytes_of_mib,
-    help="Size of the file, which is then renamed to FILE.1, in place of the one before.",
-)
+@_log_options
 @option(
     "--allow-nonfinite",
     is_flag=True,

@@ -18,7 +18,7 @@ from persia.embedding.data import PersiaBatch
 from persia.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import lower_priority
-from persia.observability.exposition import Families
+from persia.observability.exposition import Families, Row, Snapshot
 from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.gate import drift_of
@@ -35,6 +35,15 @@ _MIN_DRIFTS = 10  # their mean is compared from then on
 _MAX_PAUSE_S = 60.0  # between two tries to load the first version
 _DRIFT_BOUNDS = [round(factor * 10.0**power, 9) for power in range(-6, 1) for factor in (1, 2, 5)]
 _DRIFT_LABELS = [*(f"{bound:g}" for bound in _DRIFT_BOUNDS), "+Inf"]
+_COUNTERS: list[Row] = [
+    ("persia_serving_canary_errors", "num_errors", "Requests that the canary failed, shadow requests too."),
+    ("persia_serving_canary_rollbacks", "num_rollbacks", "Canaries rolled back."),
+    (
+        "persia_serving_shadows_dropped",
+        "num_shadows_dropped",
+        "Shadow requests left out for lack of time.",
+    ),
+]
 _CIRCUMSTANCES = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
 
 
@@ -90,21 +99,11 @@ class Trial:
                 self.num_rollbacks += 1
                 get_default_logger().error("canary %s is rolled back: %s", version.name, reason)
 
-    def add_metrics(self, families: Families) -> None:
+    @property
+    def differences(self) -> Snapshot:
+        """Of all shadow requests, as a histogram."""
         with self._lock:
-            snapshot = list(self._histogram), self._sum, 0.0
-        families.histogram(
-            "persia_serving_shadow_difference",
-            "Mean absolute difference of the canary's predictions from those of the stable version.",
-            snapshot,
-            _DRIFT_LABELS,
-        )
-        families.counter("persia_serving_canary_rollbacks", "Canaries rolled back.", self.num_rollbacks)
-        families.counter(
-            "persia_serving_canary_errors",
-            "Requests, shadow ones too, that the canary failed and the stable version answered.",
-            self.num_errors,
-        )
+            return list(self._histogram), self._sum, 0.0
 
     def _judged(self, error: str) -> str:
         limits = self._options
@@ -184,7 +183,6 @@ class Canary:
             "error": self.error,
             "drift": self.trial.drift,
             "num_rollbacks": self.trial.num_rollbacks,
-            "num_requests": self.statistics.status()["num_requests"],
             "num_errors": self.trial.num_errors,
             "num_shadows_dropped": self._shadows.num_dropped,
         }
@@ -195,26 +193,15 @@ class Canary:
             return f", canary {self.version} is rolled back: {reason}"
         return f", the canary cannot be served: {self.error}" if self.error else ""
 
-    def add_metrics(self, families: Families, name: str) -> None:
-        families.gauge(
-            "persia_serving_canary_info",
-            "1; the labels tell which version is the canary.",
-            1,
-            model=name,
-            model_version=self.version,
-        )
+    def add_metrics(self, families: Families) -> None:
         self.statistics.add_metrics(families, "persia_serving_canary")
-        self.trial.add_metrics(families)
-        families.gauge(
-            "persia_serving_canary_rolled_back",
-            "1: the canary gets no requests; /status and /readyz say why.",
-            bool(self.rolled_back),
-        )
-        families.counter(
-            "persia_serving_shadows_dropped",
-            "Shadow requests not computed, as the server was behind.",
-            self._shadows.num_dropped,
-        )
+        families.counters(_COUNTERS, self.status())
+        what = "Mean absolute difference of the canary's predictions from those of the stable version."
+        families.histogram("persia_serving_shadow_difference", what, self.trial.differences, _DRIFT_LABELS)
+        what = "1; the label tells which version is the canary."
+        families.gauge("persia_serving_canary_info", what, 1, model_version=self.version)
+        what = "1: the canary gets no requests; /status and /readyz say why."
+        families.gauge("persia_serving_canary_rolled_back", what, bool(self.rolled_back))
 
     def close(self) -> None:
         self._stopped.set()
@@ -224,12 +211,9 @@ class Canary:
             self.model.close()
 
     def _is_drawn(self, share: float, request_id: str, purpose: str) -> bool:
-        return (
-            share > 0
-            and self.model is not None
-            and not self.rolled_back
-            and is_drawn(share, request_id, purpose)
-        )
+        if share == 0 or self.model is None or self.rolled_back:
+            return False
+        return is_drawn(share, request_id, purpose)
 
     def _predict(self, batch: PersiaBatch) -> Prediction:
         if self.model is None:

@@ -11,9 +11,13 @@ from typing import Any
 from persia.embedding.data import PersiaBatch
 from persia.errors import StorageError
 from persia.logger import get_default_logger
-from persia.observability.exposition import Families
+from persia.observability.exposition import Families, Row
 from persia.serving.sideline import Sideline, is_drawn
 
+_COUNTERS: list[Row] = [
+    ("persia_serving_requests_logged", "num_written", "Requests written to --request-log."),
+    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged for lack of time."),
+]
 _PRIVATE = 0o600  # requests are data of users
 
 
@@ -31,8 +35,8 @@ class RequestLog:
 
     def __init__(self, options: RequestLogOptions) -> None:
         """StorageError: the file cannot be written."""
-        self.num_written = 0
-        self.error = ""  # why the last request was not written
+        self._num_written = 0
+        self._error = ""  # why the last request was not written
         self._options = options
         self._num_bytes = 0
         self._file = -1
@@ -47,25 +51,17 @@ class RequestLog:
             self._sideline.offer(batch)
 
     def status(self) -> dict[str, Any]:
-        return {
-            "num_written": self.num_written,
-            "num_dropped": self._sideline.num_dropped,
-            "error": self.error,
-        }
+        dropped = self._sideline.num_dropped
+        return {"num_written": self._num_written, "num_dropped": dropped, "error": self._error}
 
     def add_metrics(self, families: Families) -> None:
-        families.counter(
-            "persia_serving_requests_logged", "Requests written to --request-log.", self.num_written
-        )
-        families.counter(
-            "persia_serving_requests_not_logged",
-            "Requests left out of --request-log, as the server was behind.",
-            self._sideline.num_dropped,
-        )
+        families.counters(_COUNTERS, self.status())
 
     def close(self) -> None:
         self._sideline.close()
-        os.close(self._file)
+        # A thread that still writes must not find another file under this number.
+        file, self._file = self._file, -1
+        os.close(file)
 
     def _open(self) -> None:
         path = self._options.path
@@ -87,10 +83,10 @@ class RequestLog:
         except OSError as failure:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._num_bytes)  # a part of a batch would spoil the file
-            if str(failure) != self.error:
+            if str(failure) != self._error:
                 get_default_logger().error("%s (--request-log): %s", self._options.path, failure)
-            self.error = str(failure)
+            self._error = str(failure)
             return
         self._num_bytes += len(content)
-        self.num_written += 1
-        self.error = ""
+        self._num_written += 1
+        self._error = ""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
-from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import lower_priority
+from persia.messaging.daemon_pool import DaemonPool, lower_priority
 
 _T = TypeVar("_T")
 _MAX_WAITING = 64  # each may have the size of a request
@@ -18,44 +17,33 @@ _CLOSE_S = 5.0
 
 
 class Sideline(Generic[_T]):
-    """Calls `handle` on a thread of its own, for one item after the other. `offer` never waits."""
+    """Calls `handle` on a thread of its own, for one item after the other. One thread offers items."""
 
     def __init__(self, name: str, handle: Callable[[_T], None]) -> None:
         self.num_dropped = 0
-        self._handle = handle
-        self._changed = threading.Condition()
-        self._waiting: deque[_T] = deque()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._name, self._handle = name, handle
+        self._pool = DaemonPool(1, name)
+        self._last: Future[Any] | None = None
 
     def offer(self, item: _T) -> None:
-        with self._changed:
-            if self._closed or len(self._waiting) >= _MAX_WAITING:
-                self.num_dropped += 1
-                return
-            self._waiting.append(item)
-            self._changed.notify()
+        """Never waits."""
+        if self._pool.num_unfinished > _MAX_WAITING:
+            self.num_dropped += 1
+        else:
+            self._last = self._pool.submit(self._call, item)
 
     def close(self) -> None:
         """Handles what waits, for at most five seconds."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join(_CLOSE_S)
+        if self._last is not None:
+            wait([self._last], _CLOSE_S)
+        self._pool.close()
 
-    def _run(self) -> None:
+    def _call(self, item: _T) -> None:
         lower_priority()  # requests that wait for an answer come first
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if not self._waiting:
-                    return
-                item = self._waiting.popleft()
-            try:
-                self._handle(item)
-            except Exception:
-                get_default_logger().exception("%s failed", self._thread.name)
+        try:
+            self._handle(item)
+        except Exception:
+            get_default_logger().exception("%s failed", self._name)
 
 
 def is_drawn(share: float, request_id: str, purpose: str) -> bool:

@@ -167,7 +167,7 @@ class ServingSource(Source):
             model_version=model.version,
         )
         if self.canary is not None:
-            self.canary.add_metrics(families, model.settings.name)
+            self.canary.add_metrics(families)
         if self.request_log is not None:
             self.request_log.add_metrics(families)
         families.gauge(

@@ -52,6 +52,12 @@ def datatype_of(dtype: str) -> str:
     return _DATATYPES.get(dtype, dtype.upper())
 
 
+def described(position: int, output: NDArray[Any]) -> dict[str, Any]:
+    """An output as JSON has it, without its values."""
+    datatype = datatype_of(output.dtype.name)
+    return {"name": output_name(position), "datatype": datatype, "shape": list(output.shape)}
+
+
 def output_name(position: int) -> str:
     """TorchScript has no names for what a model returns."""
     return f"output_{position}"

@@ -51,8 +51,6 @@ def test_what_comes_while_the_thread_is_behind_is_dropped(monkeypatch: pytest.Mo
     release.set()
     line.close()
     assert handled == [0, 1, 2]
-    line.offer(6)
-    assert line.num_dropped == 4
 
 
 def test_draws_follow_the_request() -> None:
