@@ -103,19 +103,28 @@ class ServingStatistics:
             }
 
     def add_metrics(self, families: Families, prefix: str = "persia_serving") -> None:
+        def named(name: str) -> str:
+            return name.replace("persia_serving", prefix)
+
         with self._lock:
             # OK is shown from the start: rates and alerts need the series before the first request.
             by_status = {"OK": 0, **self._by_status}
             sizes = (list(self._sizes), self._num_samples, self._last_size)
         for status, count in by_status.items():
-            families.counter(f"{prefix}_requests", "Requests answered, by gRPC status.", count, status=status)
+            families.counter(
+                named("persia_serving_requests"), "Requests answered, by gRPC status.", count, status=status
+            )
         families.histogram(
-            f"{prefix}_request_seconds",
+            named("persia_serving_request_seconds"),
             "Requests, from their arrival to the answer.",
             self._request_s.snapshot(),
         )
-        families.histogram(f"{prefix}_batch_seconds", "Computing a batch.", self._batch_s.snapshot())
-        families.histogram(f"{prefix}_batch_samples", "Samples of the batches computed.", sizes, _SIZE_LABELS)
+        families.histogram(
+            named("persia_serving_batch_seconds"), "Computing a batch.", self._batch_s.snapshot()
+        )
+        families.histogram(
+            named("persia_serving_batch_samples"), "Samples of the batches computed.", sizes, _SIZE_LABELS
+        )
 
 
 @dataclass(eq=False)
