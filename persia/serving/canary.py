@@ -38,11 +38,7 @@ _DRIFT_LABELS = [*(f"{bound:g}" for bound in _DRIFT_BOUNDS), "+Inf"]
 _COUNTERS: list[Row] = [
     ("persia_serving_canary_errors", "num_errors", "Requests that the canary failed, shadow requests too."),
     ("persia_serving_canary_rollbacks", "num_rollbacks", "Canaries rolled back."),
-    (
-        "persia_serving_shadows_dropped",
-        "num_shadows_dropped",
-        "Shadow requests left out for lack of time.",
-    ),
+    ("persia_serving_shadows_dropped", "num_shadows_dropped", "Shadow requests left out for lack of time."),
 ]
 _CIRCUMSTANCES = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
 
@@ -79,7 +75,7 @@ class Trial:
     def drift(self) -> float | None:
         """Of the last shadow requests; None: there are too few."""
         with self._lock:
-            return float(np.mean(self._drifts)) if len(self._drifts) >= _MIN_DRIFTS else None
+            return self._mean_drift()
 
     def add(self, version: Version, error: str = "", drift: float | None = None) -> None:
         """`error` empty: it has answered. `drift`: compared with the stable version."""
@@ -105,17 +101,19 @@ class Trial:
         with self._lock:
             return list(self._histogram), self._sum, 0.0
 
+    def _mean_drift(self) -> float | None:
+        return sum(self._drifts) / len(self._drifts) if len(self._drifts) >= _MIN_DRIFTS else None
+
     def _judged(self, error: str) -> str:
+        """Why it is to be rolled back; empty: nothing is wrong. Holds the lock, as does `_mean_drift`."""
         limits = self._options
         if (num_errors := sum(self._errors)) > limits.max_errors:
             return (
                 f"it failed {num_errors} of its last {len(self._errors)} requests, more than "
                 f"--canary-max-errors {limits.max_errors}: {error}"
             )
-        if limits.drift_limit is None or len(self._drifts) < _MIN_DRIFTS:
-            return ""
-        drift = float(np.mean(self._drifts))
-        if drift <= limits.drift_limit:
+        drift = self._mean_drift()
+        if limits.drift_limit is None or drift is None or drift <= limits.drift_limit:
             return ""
         return (
             f"its predictions differ from those of the stable version by {drift:.6g} on average, more than "
@@ -142,8 +140,7 @@ class Canary:
         self._load_error = ""
         self._stopped = threading.Event()
         self._shadows = Sideline("persia-shadow", self._compare)
-        self._loader = threading.Thread(target=self._load, name="persia-canary", daemon=True)
-        self._loader.start()
+        threading.Thread(target=self._load, name="persia-canary", daemon=True).start()
 
     @property
     def version(self) -> str:

@@ -24,7 +24,7 @@ from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
 from persia.serving.json_request import objects_of, parameters_of, tensors_of_json
 from persia.serving.protocol import message_of, named_outputs, status_of
-from persia.serving.tensors import Tensor, datatype_of, json_values
+from persia.serving.tensors import Tensor, described, json_values
 from persia.validation import json_object
 
 _HEADER = "Inference-Header-Content-Length"  # bytes of JSON, where tensors follow as bytes
@@ -165,23 +165,19 @@ def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Re
         raise InvalidArgumentError("an output of the request has no name: send text")
     all_binary = bool(parameters_of(head).get("binary_data_output"))
     is_binary = {o.get("name"): bool(parameters_of(o).get("binary_data", all_binary)) for o in requested}
-    described, contents = [], []
+    outputs, contents = [], []
     for name, output in named_outputs(prediction.outputs, wanted):
-        values: dict[str, Any] = {
-            "name": name,
-            "datatype": datatype_of(output.dtype.name),
-            "shape": list(output.shape),
-        }
+        values = described(name, output)
         if is_binary.get(name, all_binary):
             contents.append(output.tobytes())
             values["parameters"] = {"binary_data_size": len(contents[-1])}
         else:
             values["data"] = json_values(output)
-        described.append(values)
+        outputs.append(values)
     answer: dict[str, Any] = {
         "model_name": model,
         "model_version": prediction.version,
-        "outputs": described,
+        "outputs": outputs,
     }
     if prediction.parameters:
         answer["parameters"] = prediction.parameters

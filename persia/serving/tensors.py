@@ -52,10 +52,9 @@ def datatype_of(dtype: str) -> str:
     return _DATATYPES.get(dtype, dtype.upper())
 
 
-def described(position: int, output: NDArray[Any]) -> dict[str, Any]:
+def described(name: str, output: NDArray[Any]) -> dict[str, Any]:
     """An output as JSON has it, without its values."""
-    datatype = datatype_of(output.dtype.name)
-    return {"name": output_name(position), "datatype": datatype, "shape": list(output.shape)}
+    return {"name": name, "datatype": datatype_of(output.dtype.name), "shape": list(output.shape)}
 
 
 def output_name(position: int) -> str:
