@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,10 @@ from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import BatchingOptions
 from persia.serving.canary import Canary, CanaryOptions, Trial
 from persia.serving.predictor import ModelSettings, Version
+from persia.serving.versions import ServedModel
 from persia.storage.location import Location
+from tests.following import BATCH, answer, reached, wait_until
+from tests.packet_trainer import PacketTrainer
 
 FIRST, SECOND = Version("1", "", Mock()), Version("2", "", Mock())
 
@@ -54,8 +58,25 @@ def test_drift_is_a_mean_of_ten_or_more() -> None:
     assert "by 0.725 on average, more than --canary-max-drift 0.5" in trial.reason(FIRST)
 
 
+def test_a_canary_is_a_checkpoint_beside_a_version_that_follows_packets(
+    serve: Callable[..., ServedModel], trainer: PacketTrainer, tmp_path: Path
+) -> None:
+    stable = serve()
+    trainer.checkpoint(tmp_path / "next", 3.0)
+    given = CanaryOptions(location=Location.of(tmp_path / "next"))
+    canary = Canary(stable.settings, given, BatchingOptions(), 1)
+    try:
+        wait_until(lambda: canary.model is not None, lambda: canary.error)
+        reached(stable, trainer.trained(2))
+        assert answer(stable)[1] == [8.0]
+        assert canary.batcher.submit(BATCH, 60).result(60).outputs[0][0, 0] == 6.0, "rows of its own"
+        assert canary.remark() == ""
+    finally:
+        canary.close()
+
+
 @pytest.mark.parametrize(
-    ("found", "answer", "num_errors", "num_compared"),
+    ("found", "stable", "num_errors", "num_compared"),
     [
         ([0.5, 0.5], [0.0, 0.5], 0, 1),
         ([np.nan, 0.5], [0.0, 0.5], 1, 0),
@@ -66,12 +87,12 @@ def test_drift_is_a_mean_of_ten_or_more() -> None:
     ],
 )
 def test_what_a_shadow_request_counts_as(
-    tmp_path: Path, found: Any, answer: list[float], num_errors: int, num_compared: int
+    tmp_path: Path, found: Any, stable: list[float], num_errors: int, num_compared: int
 ) -> None:
     settings = ModelSettings(name="m", location=Location.of(tmp_path))
     canary = Canary(settings, options(shadow_share=1.0), BatchingOptions(), 1)
     try:
-        prediction = Prediction("1", [np.array(answer, np.float32)])
+        prediction = Prediction("1", [np.array(stable, np.float32)])
         canary.shadow(Mock(), prediction, "")  # without effect: nothing is loaded
         model = Mock(current=FIRST)
         if isinstance(found, PersiaError):
