@@ -66,8 +66,10 @@ class RequestLog:
     def _open(self) -> None:
         path = self._options.path
         # Also at the start: the end of a file of a killed process may be cut short.
-        if path.exists() and path.stat().st_size:
+        if path.is_file() and path.stat().st_size:
             os.replace(path, path.with_name(path.name + ".1"))
+        elif path.is_file():
+            path.unlink()  # others may be allowed to read it
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE)
         if self._file >= 0:
             os.close(self._file)

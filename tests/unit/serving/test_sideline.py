@@ -67,6 +67,9 @@ def test_draws_follow_the_request() -> None:
 
 def test_a_log_is_renamed_when_it_is_full_and_when_a_server_starts(tmp_path: Path) -> None:
     path, size = tmp_path / "log", len(batch(0).to_bytes())
+    path.touch(0o644)
+    RequestLog(RequestLogOptions(path=path)).close()
+    assert (path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o600, [path])
     path.write_bytes(b"of the server before")
     for begin in (0, 10):
         log = RequestLog(RequestLogOptions(path=path, max_log_bytes=2 * size))
