@@ -116,7 +116,9 @@ def _replayed(client: PredictionClient, log: Path, concurrency: int) -> dict[str
     from persia.serving import evaluation
 
     sent = split_batches(log.read_bytes())
-    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in sent) / max(1, len(sent))
+    if not sent:
+        raise click.UsageError(f"{log} has no requests yet")
+    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in sent) / len(sent)
     found = evaluation.latency(client, sent, size, concurrency=concurrency)
     return {"batch_size": size, "concurrency": concurrency, **asdict(found)}
 

@@ -73,6 +73,8 @@ def test_a_canary_has_a_label_and_a_share(start: Callable[..., Served], tmp_path
         *("--metrics-port", str(metrics_port), "--sample", str(sample)),
     )
     served.wait_until(lambda: served.client.is_model_ready("m", "canary"))
+    words = ["evaluate", "latency", str(log), "--address", served.address, "--model-name", "m"]
+    assert "has no requests yet" in CliRunner().invoke(cli, words).output
     for version, expected in (("stable", STABLE), ("canary", CANARY), ("1", STABLE), ("2", CANARY)):
         answer = served.client.infer("m", [tensor(MESSAGE)], model_version=version)
         reply = answer.get_response()
@@ -97,7 +99,6 @@ def test_a_canary_has_a_label_and_a_share(start: Callable[..., Served], tmp_path
     assert split_batches(logged) == [MESSAGE] * 40
     assert log.stat().st_mode & 0o777 == 0o600
     Gate.of_file(log, max_drift=0.1, min_auc=None)
-    words = ["evaluate", "latency", str(log), "--address", served.address, "--model-name", "m"]
     result = CliRunner().invoke(cli, [*words, "--model-version", "canary", "--json"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)[0]["num_requests"] == 40
