@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from persia.embedding.data import PersiaBatch
-from persia.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from persia.errors import DeadlineExceededError, InternalError, ResourceExhaustedError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import lower_priority
 from persia.observability.exposition import Families, Row, Snapshot
@@ -23,6 +23,7 @@ from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.gate import drift_of
 from persia.serving.predictor import ModelSettings, Version
+from persia.serving.protocol import message_of
 from persia.serving.sideline import Sideline, is_drawn
 from persia.serving.statistics import ServingStatistics
 from persia.serving.versions import ServedModel
@@ -33,6 +34,7 @@ STABLE, CANARY = "stable", "canary"  # what requests may ask for in place of a v
 _WINDOW = 100  # answers that are judged together
 _MIN_DRIFTS = 10  # their mean is compared from then on
 _MAX_PAUSE_S = 60.0  # between two tries to load the first version
+_CLOSE_S = 5.0
 _DRIFT_BOUNDS = [round(factor * 10.0**power, 9) for power in range(-6, 1) for factor in (1, 2, 5)]
 _DRIFT_LABELS = [*(f"{bound:g}" for bound in _DRIFT_BOUNDS), "+Inf"]
 _COUNTERS: list[Row] = [
@@ -40,7 +42,7 @@ _COUNTERS: list[Row] = [
     ("persia_serving_canary_rollbacks", "num_rollbacks", "Canaries rolled back."),
     ("persia_serving_shadows_dropped", "num_shadows_dropped", "Shadow requests left out for lack of time."),
 ]
-_CIRCUMSTANCES = (UnavailableError, DeadlineExceededError, ResourceExhaustedError)
+_CIRCUMSTANCES = (UnavailableError, ResourceExhaustedError)  # rows are not available; the queue is full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,27 +63,22 @@ class Trial:
         self.num_errors, self.num_rollbacks = 0, 0
         self._options = options
         self._lock = threading.Lock()
-        self._version: Version | None = None  # that the windows belong to
+        self._digest = ""  # of the version that the windows belong to; a Version would keep its rows
         self._errors: deque[bool] = deque(maxlen=_WINDOW)
         self._drifts: deque[float] = deque(maxlen=_WINDOW)
         self._reason = ""
+        self.drift: float | None = None  # of the last shadow requests; None: there are too few
         self._histogram, self._sum = [0] * len(_DRIFT_LABELS), 0.0
 
     def reason(self, version: Version) -> str:
         """Why `version` is rolled back; empty: it is not."""
-        return self._reason if version is self._version else ""
-
-    @property
-    def drift(self) -> float | None:
-        """Of the last shadow requests; None: there are too few."""
-        with self._lock:
-            return self._mean_drift()
+        return self._reason if version.digest == self._digest else ""
 
     def add(self, version: Version, error: str = "", drift: float | None = None) -> None:
         """`error` empty: it has answered. `drift`: compared with the stable version."""
         with self._lock:
-            if version is not self._version:
-                self._version, self._reason = version, ""
+            if version.digest != self._digest:
+                self._digest, self._reason = version.digest, ""
                 self._errors.clear()
                 self._drifts.clear()
             self._errors.append(bool(error))
@@ -90,6 +87,8 @@ class Trial:
                 self._drifts.append(drift)
                 self._histogram[bisect_left(_DRIFT_BOUNDS, drift)] += 1
                 self._sum += drift
+            enough = len(self._drifts) >= _MIN_DRIFTS
+            self.drift = sum(self._drifts) / len(self._drifts) if enough else None
             if not self._reason and (reason := self._judged(error)):
                 self._reason = reason
                 self.num_rollbacks += 1
@@ -101,23 +100,19 @@ class Trial:
         with self._lock:
             return list(self._histogram), self._sum, 0.0
 
-    def _mean_drift(self) -> float | None:
-        return sum(self._drifts) / len(self._drifts) if len(self._drifts) >= _MIN_DRIFTS else None
-
     def _judged(self, error: str) -> str:
-        """Why it is to be rolled back; empty: nothing is wrong. Holds the lock, as does `_mean_drift`."""
+        """Why it is to be rolled back; empty: nothing is wrong. Holds the lock."""
         limits = self._options
         if (num_errors := sum(self._errors)) > limits.max_errors:
             return (
                 f"it failed {num_errors} of its last {len(self._errors)} requests, more than "
                 f"--canary-max-errors {limits.max_errors}: {error}"
             )
-        drift = self._mean_drift()
-        if limits.drift_limit is None or drift is None or drift <= limits.drift_limit:
+        if limits.drift_limit is None or self.drift is None or self.drift <= limits.drift_limit:
             return ""
         return (
-            f"its predictions differ from those of the stable version by {drift:.6g} on average, more than "
-            f"--canary-max-drift {limits.drift_limit:g}"
+            f"its predictions differ from those of the stable version by {self.drift:.6g} on average, more "
+            f"than --canary-max-drift {limits.drift_limit:g}"
         )
 
 
@@ -140,7 +135,13 @@ class Canary:
         self._load_error = ""
         self._stopped = threading.Event()
         self._shadows = Sideline("persia-shadow", self._compare)
-        threading.Thread(target=self._load, name="persia-canary", daemon=True).start()
+        self._thread = threading.Thread(target=self._load, name="persia-canary", daemon=True)
+        self._thread.start()
+
+    @property
+    def current(self) -> Version | None:
+        """The version that answers; None: none is loaded yet."""
+        return None if self.model is None else self.model.current
 
     @property
     def version(self) -> str:
@@ -150,7 +151,7 @@ class Canary:
     @property
     def rolled_back(self) -> str:
         """Why it is rolled back, until there is another version; empty: it is not."""
-        return "" if self.model is None else self.trial.reason(self.model.current)
+        return "" if (version := self.current) is None else self.trial.reason(version)
 
     @property
     def error(self) -> str:
@@ -166,10 +167,13 @@ class Canary:
         if self._is_drawn(self.options.shadow_share, request_id, "shadow"):
             self._shadows.offer((batch, answer))
 
-    def add_answer(self, error: str = "") -> None:
-        """Of a request of its share. `error`: the stable version could answer it."""
-        if self.model is not None:
-            self.trial.add(self.model.current, error)
+    def judge(
+        self, version: Version | None, failure: Exception | None = None, drift: float | None = None
+    ) -> None:
+        """Counts a request. `version`: `current` before it. `failure`: the stable version could answer it."""
+        # A request during a switch may have been answered by either version.
+        if version is not None and version is self.current and not isinstance(failure, _CIRCUMSTANCES):
+            self.trial.add(version, "" if failure is None else message_of(failure), drift)
 
     def status(self) -> dict[str, Any]:
         return {
@@ -204,6 +208,8 @@ class Canary:
         self._stopped.set()
         self._shadows.close()
         self.batcher.close()
+        # Like a new version of ServedModel: a thread in native code at the end of a process may abort it.
+        self._thread.join(_CLOSE_S)
         if self.model is not None:
             self.model.close()
 
@@ -218,30 +224,31 @@ class Canary:
         return replace(self.model.predict(batch), is_canary=True)
 
     def _compare(self, shadow: tuple[PersiaBatch, Prediction]) -> None:
-        batch, answer = shadow
+        (batch, answer), version = shadow, self.current
         if self.model is None or self.rolled_back:
             return
-        version = self.model.current
         try:
             found = self.model.predict(batch)
             drift = drift_of([found.outputs], [answer.outputs])
-            error = "" if np.isfinite(drift) else "a prediction is NaN or infinite"
-        except _CIRCUMSTANCES:
-            return
+            if not np.isfinite(drift):
+                raise InternalError("a prediction is NaN or infinite")
+        except DeadlineExceededError:
+            return  # the rows were late: a shadow request has no deadline
         except Exception as failure:
-            drift, error = 0.0, str(failure)
-        if not error and not (found.has_default_rows or answer.has_default_rows):
-            self.trial.add(version, drift=drift)
-        # What is not finite in both says nothing about the canary.
-        elif error and all(np.isfinite(output).all() for output in answer.outputs):
-            self.trial.add(version, error)
+            # What is not finite in both says nothing about the canary.
+            if all(np.isfinite(output).all() for output in answer.outputs):
+                self.judge(version, failure)
+        else:
+            if not (found.has_default_rows or answer.has_default_rows):
+                self.judge(version, drift=drift)
 
     def _load(self) -> None:
         lower_priority()
         pause_s = self._settings.poll_s
         while not self._stopped.is_set():
             try:
-                self.model = ServedModel(self._settings, num_threads=self._num_threads)
+                # One more for shadow requests: they compute slowly, and must not hold up the others.
+                self.model = ServedModel(self._settings, num_threads=self._num_threads + 1)
                 return
             except Exception as failure:
                 if str(failure) != self._load_error:

@@ -13,7 +13,7 @@ from typing import Any
 
 from persia._version import __version__
 from persia.embedding.data import PersiaBatch
-from persia.errors import NotFoundError, ResourceExhaustedError
+from persia.errors import DeadlineExceededError, NotFoundError
 from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher
 from persia.serving.canary import CANARY, STABLE, Canary
@@ -122,7 +122,12 @@ class Inference:
         assert canary.model is not None, "requests find it by its version"
         begin_ns, code = time.monotonic_ns(), "OK"
         try:
-            return await self._ask(canary.model, canary.batcher, tensors, left_s)
+            # A canary that never answers must not use up the requests that the server can hold.
+            asked = self._ask(canary.model, canary.batcher, tensors, left_s)
+            return await asyncio.wait_for(asked, left_s)
+        except asyncio.TimeoutError:
+            code = "DEADLINE_EXCEEDED"
+            raise DeadlineExceededError(f"the canary has not answered in {left_s:g} s") from None
         except BaseException as failure:
             code = status_of(failure)[0]
             raise
@@ -133,17 +138,15 @@ class Inference:
         self, canary: Canary, tensors: Sequence[Tensor], left_s: float
     ) -> tuple[PersiaBatch, Prediction]:
         """What the canary answers within half of the time, or else the stable version."""
-        begin_s = time.monotonic()
+        begin_s, version = time.monotonic(), canary.current
         try:
-            answer = await asyncio.wait_for(self._ask_canary(canary, tensors, left_s / 2), left_s / 2)
+            answer = await self._ask_canary(canary, tensors, left_s / 2)
         except Exception as failure:
             left_s -= time.monotonic() - begin_s
             answer = await self._ask(self.model, self.batcher, tensors, left_s)
-            # What both fail is the request's fault, and a full queue that of its load.
-            if not isinstance(failure, ResourceExhaustedError):
-                canary.add_answer(str(failure) or "no answer in half of the time that a request had")
+            canary.judge(version, failure)  # after the answer: what both fail is the request's fault
         else:
-            canary.add_answer()
+            canary.judge(version)
         return answer
 
     async def is_ready(self) -> bool:

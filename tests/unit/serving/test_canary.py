@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,17 +13,21 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from persia.errors import InternalError, PersiaError, UnavailableError
+from persia.errors import DeadlineExceededError, InternalError, PersiaError, UnavailableError
 from persia.serving.batch_predict import Prediction
-from persia.serving.batcher import BatchingOptions
+from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.canary import Canary, CanaryOptions, Trial
+from persia.serving.inference import Inference
 from persia.serving.predictor import ModelSettings, Version
+from persia.serving.statistics import ServingStatistics
+from persia.serving.tensors import Tensor
 from persia.serving.versions import ServedModel
 from persia.storage.location import Location
 from tests.following import BATCH, answer, reached, wait_until
 from tests.packet_trainer import PacketTrainer
 
-FIRST, SECOND = Version("1", "", Mock()), Version("2", "", Mock())
+FIRST, SECOND = Version("1", "a", Mock()), Version("2", "b", Mock())
+WAIT_S = 60.0
 
 
 def options(**given: Any) -> CanaryOptions:
@@ -75,6 +82,101 @@ def test_a_canary_is_a_checkpoint_beside_a_version_that_follows_packets(
         canary.close()
 
 
+@pytest.fixture
+def canary(tmp_path: Path) -> Iterator[Canary]:
+    """Of which nothing is loaded."""
+    settings = ModelSettings(name="m", location=Location.of(tmp_path))
+    made = Canary(settings, options(share=1.0, shadow_share=1.0), BatchingOptions(), 1)
+    yield made
+    made.close()
+
+
+def inference(canary: Canary) -> Inference:
+    """With a stable version that answers at once."""
+    stable = Mock(version="1", checked=lambda batch: batch)
+    stable.settings.name = "m"
+    batcher = Batcher(lambda batch: Prediction("1", [np.zeros(batch.batch_size)]), BatchingOptions())
+    return Inference(stable, batcher, ServingStatistics(), 60.0, canary)
+
+
+TENSORS = [Tensor("batch", "BYTES", (1,), [BATCH.to_bytes()])]
+
+
+def test_a_canary_that_does_not_answer(canary: Canary) -> None:
+    release = threading.Event()
+
+    def predict(_batch: Any) -> Prediction:
+        assert release.wait(WAIT_S)
+        return Prediction("2", [])
+
+    canary.model = Mock(current=FIRST, version="2", checked=lambda batch: batch, predict=predict)
+    served = inference(canary)
+    try:
+        # Also requests without a deadline, which would otherwise never end.
+        with pytest.raises(DeadlineExceededError, match="the canary has not answered"):
+            asyncio.run(served.infer("m", "canary", TENSORS, 0.01))
+        assert canary.trial.num_errors == 0
+        assert asyncio.run(served.infer("m", "", TENSORS, 6.0)).version == "1"
+        assert canary.trial.num_errors == 1
+        assert canary.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 2}
+    finally:
+        release.set()
+        served.batcher.close()
+
+
+@pytest.mark.parametrize(
+    ("failure", "current", "num_errors"),
+    [
+        (InternalError("a fault"), FIRST, 1),
+        (InternalError("a fault of the version before"), SECOND, 0),
+        (UnavailableError("no server of rows"), FIRST, 0),
+    ],
+)
+def test_what_a_request_of_the_share_counts_as(
+    canary: Canary, failure: PersiaError, current: Version, num_errors: int
+) -> None:
+    canary.model = model = Mock(current=FIRST, checked=lambda batch: batch)
+
+    def predict(_batch: Any) -> Prediction:
+        model.current = current
+        raise failure
+
+    model.predict = predict
+    served = inference(canary)
+    try:
+        assert asyncio.run(served.infer("m", "", TENSORS)).version == "1"
+    finally:
+        served.batcher.close()
+    assert canary.trial.num_errors == num_errors
+
+
+def test_a_trial_does_not_keep_the_rows_of_a_version() -> None:
+    trial, version = Trial(options()), Version("1", "a", Mock())
+    trial.add(version)
+    alive = weakref.ref(version)
+    del version
+    assert alive() is None
+
+
+def test_a_canary_that_is_being_loaded_is_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun, release, model = threading.Event(), threading.Event(), Mock()
+
+    def load(*_: Any, **__: Any) -> Any:
+        begun.set()
+        assert release.wait(WAIT_S)
+        return model
+
+    monkeypatch.setattr("persia.serving.canary.ServedModel", load)
+    canary = Canary(ModelSettings(name="m", location=Location.of(tmp_path)), options(), BatchingOptions(), 1)
+    assert begun.wait(WAIT_S)
+    closing = threading.Thread(target=canary.close)
+    closing.start()
+    wait_until(lambda: not canary.batcher._threads[0].is_alive())
+    release.set()
+    closing.join(WAIT_S)
+    assert model.close.called
+
+
 @pytest.mark.parametrize(
     ("found", "stable", "num_errors", "num_compared"),
     [
@@ -84,25 +186,22 @@ def test_a_canary_is_a_checkpoint_beside_a_version_that_follows_packets(
         ([0.5], [0.0, 0.5], 1, 0),
         (InternalError("a fault"), [0.0, 0.5], 1, 0),
         (UnavailableError("no server of rows"), [0.0, 0.5], 0, 0),
+        (DeadlineExceededError("rows came late"), [0.0, 0.5], 0, 0),
+        (AssertionError(), [0.0, 0.5], 1, 0),
     ],
 )
 def test_what_a_shadow_request_counts_as(
-    tmp_path: Path, found: Any, stable: list[float], num_errors: int, num_compared: int
+    canary: Canary, found: Any, stable: list[float], num_errors: int, num_compared: int
 ) -> None:
-    settings = ModelSettings(name="m", location=Location.of(tmp_path))
-    canary = Canary(settings, options(shadow_share=1.0), BatchingOptions(), 1)
-    try:
-        prediction = Prediction("1", [np.array(stable, np.float32)])
-        canary.shadow(Mock(), prediction, "")  # without effect: nothing is loaded
-        model = Mock(current=FIRST)
-        if isinstance(found, PersiaError):
-            model.predict.side_effect = found
-        else:
-            model.predict.return_value = Prediction("2", [np.array(found, np.float32)])
-        canary.model = model
-        canary.shadow(Mock(), prediction, "")
-    finally:
-        canary.close()
+    prediction = Prediction("1", [np.array(stable, np.float32)])
+    canary.shadow(Mock(), prediction, "")  # without effect: nothing is loaded
+    canary.model = model = Mock(current=FIRST)
+    if isinstance(found, Exception):
+        model.predict.side_effect = found
+    else:
+        model.predict.return_value = Prediction("2", [np.array(found, np.float32)])
+    canary.shadow(Mock(), prediction, "")
+    canary.close()
     assert model.predict.call_count == 1
     assert canary.trial.num_errors == num_errors
     assert sum(canary.trial._histogram) == num_compared
