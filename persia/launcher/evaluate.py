@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -22,6 +23,7 @@ _common = options.all_of(
     option("--address", default="127.0.0.1:8001", metavar="HOST:PORT", help="gRPC port of the server."),
     options.model_name,
     option("--mapping", default="test", help="Mapping of the feature spec."),
+    option("--model-version", default="", help="Number or label of a version: stable, canary."),
     option("--timeout", type=click.FloatRange(min=0.001), default=60.0, help="Seconds for a request."),
     option("--json", "as_json", is_flag=True, help="Print JSON instead of a table."),
 )
@@ -29,11 +31,12 @@ _common = options.all_of(
 
 @click.group("evaluate")
 def command() -> None:
-    """Measure a model that `persia-launcher serve` serves, on a data set with a feature spec.
+    """Measure a model that `persia-launcher serve` serves, on a data set or on logged requests.
 
     \b
       persia-launcher evaluate accuracy /data/criteo
       persia-launcher evaluate latency /data/criteo --batch-sizes 256,1024 --concurrency 2
+      persia-launcher evaluate latency requests.bin --model-version canary
     """
 
 
@@ -47,6 +50,7 @@ def accuracy(
     dataset: str,
     address: str,
     model_name: str,
+    model_version: str,
     mapping: str,
     timeout: float,
     as_json: bool,
@@ -59,7 +63,7 @@ def accuracy(
     from persia.serving import evaluation
 
     batches = SplitBinaryBatches(dataset, mapping, batch_size=batch_size)
-    with evaluation.PredictionClient(address, model_name, timeout_s=timeout) as client:
+    with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         quality = evaluation.accuracy(client, batches, max_steps=max_steps, from_logits=not probabilities)
     _show([{name: value for name, value in asdict(quality).items() if value is not None}], as_json)
 
@@ -74,6 +78,7 @@ def latency(
     dataset: str,
     address: str,
     model_name: str,
+    model_version: str,
     mapping: str,
     timeout: float,
     as_json: bool,
@@ -81,10 +86,16 @@ def latency(
     concurrency: int,
     requests: int,
 ) -> None:
-    """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml."""
+    """Latency and throughput for samples of DATASET, by batch size. It has a feature_spec.yaml.
+
+    DATASET may also be a file that --request-log of a server has written: its requests are sent as they are.
+    """
     from persia.data import SplitBinaryBatches
     from persia.serving.evaluation import PredictionClient
 
+    if (log := Path(dataset)).is_file():
+        with PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
+            return _show([_replayed(client, log, concurrency)], as_json)
     sizes = [int(size) if size.isdecimal() else 0 for size in batch_sizes.split(",")]
     if min(sizes) < 1:
         raise click.BadParameter(
@@ -96,8 +107,20 @@ def latency(
             raise click.UsageError(
                 f"{mapping!r} has {batches.num_rows} rows, fewer than a batch of {size}: lower --batch-sizes"
             )
-    with PredictionClient(address, model_name, timeout_s=timeout) as client:
+    with PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         _show([_row(client, data[size], size, concurrency, requests) for size in sizes], as_json)
+
+
+def _replayed(client: PredictionClient, log: Path, concurrency: int) -> dict[str, float]:
+    from persia.embedding.data import PersiaBatch, split_batches
+    from persia.serving import evaluation
+
+    sent = split_batches(log.read_bytes())
+    if not sent:
+        raise click.UsageError(f"{log} has no requests yet")
+    size = sum(PersiaBatch.from_bytes(batch).batch_size for batch in sent) / len(sent)
+    found = evaluation.latency(client, sent, size, concurrency=concurrency)
+    return {"batch_size": size, "concurrency": concurrency, **asdict(found)}
 
 
 def _row(

@@ -15,14 +15,57 @@ from persia.launcher.options import COUNT, PORT, option
 if TYPE_CHECKING:
     from persia.packets.follower import FollowOptions
     from persia.serving.embeddings import EmbeddedRows, RemoteRows
+    from persia.serving.server import ServingOptions
     from persia.storage.location import Location
 
 _T = TypeVar("_T")
 _DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
 _FILE = click.Path(dir_okay=False, path_type=Path)
+_SHARE, _DRIFT = click.FloatRange(0, 1), click.FloatRange(min=0.0)
 
 
-# Parameters are named like the fields of FollowOptions, BatchingOptions, ServingOptions and ModelSettings.
+def _bytes_of_mib(_ctx: click.Context, _param: click.Parameter, mib: int) -> int:
+    return mib << 20
+
+
+_canary_options = options.all_of(
+    option("--canary", metavar="DIR|URL", help="Serve this checkpoint, or directory of them, as a canary."),
+    option("--canary-share", "share", type=_SHARE, default=0.0, help="Share of requests that it answers."),
+    option(
+        "--shadow-share",
+        type=_SHARE,
+        default=0.0,
+        help="Share of answered requests that it computes as well, for a comparison.",
+    ),
+    option(
+        "--canary-max-errors",
+        "max_errors",
+        type=click.IntRange(min=0),
+        default=5,
+        help="It is rolled back when it fails more of its last 100 requests.",
+    ),
+    option(
+        "--canary-max-drift",
+        "drift_limit",
+        type=_DRIFT,
+        help="It is rolled back when its last 100 shadow requests differ by more, as with --gate-drift.",
+    ),
+)
+_log_options = options.all_of(
+    option("--request-log", type=_FILE, help="Append answered requests, as --gate and --sample read them."),
+    option("--request-log-share", "log_share", type=_SHARE, default=1.0, help="Share of them."),
+    option(
+        "--request-log-mib",
+        "max_log_bytes",
+        type=COUNT,
+        default=64,
+        callback=_bytes_of_mib,
+        help="Largest size of the file, which then becomes FILE.1.",
+    ),
+)
+
+
+# Parameters are named like the fields of the dataclasses that `_made` makes.
 @click.command("serve")
 @click.argument("checkpoint")
 @options.model_name
@@ -64,7 +107,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "max_request_bytes",
     type=click.IntRange(1, 1024),
     default=16,
-    callback=lambda _ctx, _param, mib: mib << 20,
+    callback=_bytes_of_mib,
     help="Of one request.",
 )
 @option("--threads", "num_threads", type=click.IntRange(1, 64), default=1, help="Batches computed at a time.")
@@ -85,7 +128,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option(
     "--sample",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A file with PersiaBatch.to_bytes(): a version that cannot answer it is not used.",
+    help="A file with PersiaBatch.to_bytes(), one or more: each version answers them before it is used, and "
+    "is warm then. A version that cannot is not used.",
 )
 @option(
     "--gate",
@@ -96,10 +140,10 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @option(
     "--gate-drift",
     "max_drift",
-    type=click.FloatRange(min=0.0),
+    type=_DRIFT,
     help="Largest mean absolute difference of predictions from those of the version in use.",
 )
-@option("--gate-auc", "min_auc", type=click.FloatRange(0, 1), help="Lowest AUC on the samples' labels.")
+@option("--gate-auc", "min_auc", type=_SHARE, help="Lowest AUC on the samples' labels.")
 @option(
     "--incremental-dir",
     metavar="DIR|URL",
@@ -133,6 +177,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Requests while a server of remote rows is down: they fail, or are answered from default rows "
     "(zeros), and marked. `default` needs --embedding-config.",
 )
+@_canary_options
+@_log_options
 @option(
     "--allow-nonfinite",
     is_flag=True,
@@ -171,6 +217,8 @@ def command(
     min_auc: float | None,
     on_missing_server: str,
     device_id: int | None,
+    canary: str | None,
+    request_log: Path | None,
     **given: Any,
 ) -> None:
     """Answer requests with the predictions of CHECKPOINT, over gRPC (Open Inference Protocol, KServe v2).
@@ -180,20 +228,18 @@ def command(
     checkpoints the one that `latest` names is served, and the next one when it changes, without a pause.
       persia-launcher serve model/ --embedding-config embedding_config.yml
       persia-launcher serve model/ --embedding-worker host1:8887 --embedding-worker host2:8887
-    With --incremental-dir it follows a running training, seconds behind; checkpoints are then for beginning,
-    and for what it cannot follow. A file `pin` beside the packets, written like their `latest`, holds it at
-    one, or brings it back there:
+    With --incremental-dir it starts from a checkpoint and follows a running training, seconds behind. A file
+    `pin` beside the packets, written like their `latest`, holds it at one, or brings it back there:
       persia-launcher serve model/ --embedding-config embedding_config.yml --incremental-dir packets/
     """
     # Imported here: torch takes seconds, and --help is to be instant.
     import torch
 
     from persia.config import load_embedding_config
-    from persia.serving.batcher import BatchingOptions
     from persia.serving.embeddings import RemoteRows
     from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
-    from persia.serving.server import ServingOptions, serve
+    from persia.serving.server import serve
     from persia.storage.location import Location
 
     if gate is None and (max_drift is not None or min_auc is not None):
@@ -219,7 +265,25 @@ def command(
         gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
         follow=_follow_options(location, **given),
     )
-    serve(settings, _made(ServingOptions, given, batching=_made(BatchingOptions, given)))
+    serve(settings, _serving_options(canary, request_log, given))
+
+
+def _serving_options(canary: str | None, request_log: Path | None, given: dict[str, Any]) -> ServingOptions:
+    from persia.serving.batcher import BatchingOptions
+    from persia.serving.canary import CanaryOptions
+    from persia.serving.request_log import RequestLogOptions
+    from persia.serving.server import ServingOptions
+    from persia.storage.location import Location
+
+    if canary is None and (given["share"] or given["shadow_share"] or given["drift_limit"] is not None):
+        raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
+    return _made(
+        ServingOptions,
+        given,
+        batching=_made(BatchingOptions, given),
+        canary=None if canary is None else _made(CanaryOptions, given, location=Location.of(canary)),
+        request_log=None if request_log is None else _made(RequestLogOptions, given, path=request_log),
+    )
 
 
 def _follow_options(

@@ -206,6 +206,10 @@ def _serving_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple
     details += _following(stats)
     if stats["version_error"] and stats["following"] is None:
         details += f"; the newest version cannot be served: {stats['version_error']}"
+    if (canary := stats.get("canary")) is not None:  # None also: of an older version
+        details += f"; canary {canary['version'] or 'not loaded'}, {canary['num_errors']} errors"
+        if canary["rolled_back"] or canary["error"]:
+            details += f", {canary['error'] or 'rolled back: ' + canary['rolled_back']}"
     running, waiting = str(stats["num_running"]), str(stats["num_waiting"])
     return _per_second(rate, "num_requests", "requests"), running, waiting, details
 

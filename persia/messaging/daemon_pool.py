@@ -63,6 +63,11 @@ class DaemonPool:
             self._calls.put(call)
         return future
 
+    @property
+    def num_unfinished(self) -> int:
+        """Calls that wait or run."""
+        return self._num_unfinished
+
     def close(self) -> None:
         """Lets the threads end after the calls submitted so far; idle ones have ended when it returns.
 

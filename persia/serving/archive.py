@@ -29,7 +29,7 @@ SLOTS_NAME = "embedding_config.yml"
 
 _HANDLER = "persia.serving.torchserve"  # a module of this package: TorchServe imports it by name
 _CONFIG_NAME = "model-config.yaml"
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # part of URLs and file names
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +89,7 @@ def write_archive(
         raise InvalidArgumentError(f"{source.location} does not tell its training step: give --version")
     version = version or str(source.manifest.step)
     for what, text in (("--model-name", name), ("--version", version)):
-        if not _NAME.fullmatch(text):
-            raise InvalidArgumentError(f"{what} {text!r}: use letters, digits, '_', '.' and '-'")
+        check_name(what, text)
     settings = ArchiveSettings(
         checkpoint=str(source.location), manifest=digest, embedding_workers=list(embedding_workers)
     )
@@ -102,6 +101,12 @@ def write_archive(
     if not embedding_workers:
         content[SLOTS_NAME] = _checked_slots(embedding_config, source)
     return _write(directory / f"{name}-{version}.mar", content)
+
+
+def check_name(option: str, text: str) -> None:
+    """InvalidArgumentError: `text` cannot be part of URLs and names of files."""
+    if not _NAME.fullmatch(text):
+        raise InvalidArgumentError(f"{option} {text!r}: use letters, digits, '_', '.' and '-'")
 
 
 def _checked_slots(embedding_config: str | None, source: Source) -> str:

@@ -21,11 +21,13 @@ class Prediction:
     version: str
     outputs: list[NDArray[Any]]
     has_default_rows: bool = False  # zeros in place of all rows: a server of rows was down
+    is_canary: bool = False
 
     @property
     def parameters(self) -> dict[str, bool]:
         """Of the reply, in both protocols."""
-        return {"default_rows": True} if self.has_default_rows else {}
+        marks = {"default_rows": self.has_default_rows, "canary": self.is_canary}
+        return {name: True for name, is_set in marks.items() if is_set}
 
 
 # Computes one batch with the current version.

@@ -31,6 +31,7 @@ class PredictionClient:
     Args:
         address: HOST:PORT of `persia-launcher serve`.
         model: its `--model-name`.
+        version: of the model, or its label; empty: the server chooses.
         timeout_s: of a request.
         wait_s: for a server that is starting.
 
@@ -38,9 +39,15 @@ class PredictionClient:
     """
 
     def __init__(
-        self, address: str, model: str = "model", *, timeout_s: float = 60.0, wait_s: float = 10.0
+        self,
+        address: str,
+        model: str = "model",
+        *,
+        version: str = "",
+        timeout_s: float = 60.0,
+        wait_s: float = 10.0,
     ) -> None:
-        self._address, self._model, self._timeout_s = address, model, timeout_s
+        self._address, self._model, self._version, self._timeout_s = address, model, version, timeout_s
         self._channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)])
         self._infer: Any = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         try:
@@ -60,7 +67,7 @@ class PredictionClient:
 
     def request(self, batch: bytes) -> bytes:
         """The encoded request for the bytes of a `PersiaBatch`."""
-        asked = message("ModelInferRequest")(model_name=self._model)
+        asked = message("ModelInferRequest")(model_name=self._model, model_version=self._version)
         tensor = asked.inputs.add(name=INPUT_NAME, datatype="BYTES", shape=[1])
         tensor.contents.bytes_contents.append(batch)
         return bytes(asked.SerializeToString())
@@ -138,14 +145,14 @@ class Latency:
 
 
 def latency(
-    client: PredictionClient, batches: Sequence[bytes], num_samples: int, *, concurrency: int = 1
+    client: PredictionClient, batches: Sequence[bytes], num_samples: float, *, concurrency: int = 1
 ) -> Latency:
     """Sends each batch once, `concurrency` at a time, each when an earlier one is answered.
 
     Args:
         client: of the server.
         batches: bytes of `PersiaBatch`es. Before, the first is sent `concurrency` times and not measured.
-        num_samples: of a batch.
+        num_samples: of a batch, on average.
         concurrency: threads that send.
 
     Raises UnavailableError if a request fails.

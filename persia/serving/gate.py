@@ -15,7 +15,7 @@ from persia.embedding.data import PersiaBatch, split_batches
 from persia.errors import CorruptionError, FailedPreconditionError, InvalidArgumentError
 from persia.nn.metrics import ClickMetrics
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "drift_of"]
 
 _Predict = Callable[[PersiaBatch], list[NDArray[Any]]]
 
@@ -62,7 +62,7 @@ class Gate:
         """FailedPreconditionError says by how much `candidate` fails."""
         new = self.predictions(candidate)
         if self.max_drift is not None:
-            drift = _drift(new, self.predictions(current))
+            drift = drift_of(new, self.predictions(current))
             if not drift <= self.max_drift:  # NaN fails, too
                 raise FailedPreconditionError(
                     f"its predictions differ from those in use by {drift:.6g} on average, "
@@ -93,10 +93,11 @@ def _labels(sample: PersiaBatch) -> NDArray[np.float32]:
     return sample.labels[0].data.astype(np.float32).ravel()
 
 
-def _drift(new: list[list[NDArray[Any]]], old: list[list[NDArray[Any]]]) -> float:
+def drift_of(new: list[list[NDArray[Any]]], old: list[list[NDArray[Any]]]) -> float:
+    """The mean absolute difference of all outputs of all samples. FailedPreconditionError: other shapes."""
     shapes = [[output.shape for output in outputs] for outputs in new]
     if shapes != [[output.shape for output in outputs] for outputs in old]:
-        raise FailedPreconditionError("its outputs have other shapes than those in use (--gate-drift)")
+        raise FailedPreconditionError("its outputs have other shapes than those in use")
     pairs = [pair for of_sample in zip(new, old, strict=True) for pair in zip(*of_sample, strict=True)]
     total = sum(float(np.abs(a.astype(np.float64) - b.astype(np.float64)).sum()) for a, b in pairs)
     return total / max(1, sum(a.size for a, _ in pairs))

@@ -16,17 +16,15 @@ from persia.errors import (
     DeadlineExceededError,
     InvalidArgumentError,
     NotFoundError,
-    PersiaError,
     ResourceExhaustedError,
     StorageError,
 )
-from persia.logger import get_default_logger
 from persia.serving.access import EVERYBODY, Access, token_middleware
 from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
 from persia.serving.json_request import objects_of, parameters_of, tensors_of_json
 from persia.serving.protocol import message_of, named_outputs, status_of
-from persia.serving.tensors import Tensor, datatype_of, json_values
+from persia.serving.tensors import Tensor, described, json_values
 from persia.validation import json_object
 
 _HEADER = "Inference-Header-Content-Length"  # bytes of JSON, where tensors follow as bytes
@@ -92,7 +90,7 @@ class HttpEndpoint:
         return {"ready": True}
 
     async def _infer(self, request: web.Request) -> web.Response:
-        begin_ns, code = time.monotonic_ns(), "CANCELLED"
+        begin_ns, code = time.monotonic_ns(), "OK"
         try:
             # Before the body is read: bodies of refused requests take no memory.
             if self.permits.locked():
@@ -101,17 +99,12 @@ class HttpEndpoint:
                     "or ask another server"
                 )
             async with self.permits:
-                answer = await self._predict(request)
-            code = "OK"
-            return answer
-        except PersiaError as failure:
-            code = status_of(failure)[0]
-            raise
+                return await self._predict(request)
         except web.HTTPRequestEntityTooLarge:
             code = "RESOURCE_EXHAUSTED"
             raise
-        except Exception:
-            code = "INTERNAL"
+        except BaseException as failure:
+            code = status_of(failure)[0]
             raise
         finally:
             self.inference.statistics.add_request(begin_ns, code)
@@ -123,8 +116,13 @@ class HttpEndpoint:
         except asyncio.TimeoutError:
             raise DeadlineExceededError(f"the body has not arrived in {timeout_s:g} s (--timeout)") from None
         head, tensors = _parsed(body, request.headers.get(_HEADER))
-        prediction = await self.inference.infer(*_model(request), tensors)
+        prediction = await self.inference.infer(*_model(request), tensors, request_id=_id_of(head) or "")
         return _encoded(head, self.inference.model.settings.name, prediction)
+
+
+def _id_of(head: dict[str, Any]) -> str | None:
+    value = head.get("id")
+    return value if isinstance(value, str) else None
 
 
 def _model(request: web.Request) -> tuple[str, str]:
@@ -141,17 +139,12 @@ def _answering(handler: Callable[[web.Request], Any]) -> _Handler:
             return found if isinstance(found, web.Response) else web.json_response(found)
         except web.HTTPRequestEntityTooLarge as failure:
             return web.json_response({"error": f"the request is too large: {failure.text}"}, status=413)
-        except PersiaError as failure:
-            # TorchServe has 500 for it in the table of statuses.
-            status = 404 if isinstance(failure, NotFoundError) else status_of(failure)[1]
-            return web.json_response({"error": message_of(failure)}, status=status)
         except web.HTTPException:
             raise
         except Exception as failure:
-            get_default_logger().exception("a request failed")
-            return web.json_response(
-                {"error": f"{type(failure).__name__}: {message_of(failure)}"}, status=500
-            )
+            # TorchServe has 500 for it in the table of statuses.
+            status = 404 if isinstance(failure, NotFoundError) else status_of(failure)[1]
+            return web.json_response({"error": message_of(failure)}, status=status)
 
     return answer
 
@@ -172,28 +165,24 @@ def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Re
         raise InvalidArgumentError("an output of the request has no name: send text")
     all_binary = bool(parameters_of(head).get("binary_data_output"))
     is_binary = {o.get("name"): bool(parameters_of(o).get("binary_data", all_binary)) for o in requested}
-    described, contents = [], []
+    outputs, contents = [], []
     for name, output in named_outputs(prediction.outputs, wanted):
-        values: dict[str, Any] = {
-            "name": name,
-            "datatype": datatype_of(output.dtype.name),
-            "shape": list(output.shape),
-        }
+        values = described(name, output)
         if is_binary.get(name, all_binary):
             contents.append(output.tobytes())
             values["parameters"] = {"binary_data_size": len(contents[-1])}
         else:
             values["data"] = json_values(output)
-        described.append(values)
+        outputs.append(values)
     answer: dict[str, Any] = {
         "model_name": model,
         "model_version": prediction.version,
-        "outputs": described,
+        "outputs": outputs,
     }
     if prediction.parameters:
         answer["parameters"] = prediction.parameters
-    if isinstance(head.get("id"), str):
-        answer["id"] = head["id"]
+    if (request_id := _id_of(head)) is not None:
+        answer["id"] = request_id
     if not contents:
         return web.json_response(answer)
     text = json.dumps(answer).encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -11,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from persia._version import __version__
-from persia.errors import NotFoundError
+from persia.embedding.data import PersiaBatch
+from persia.errors import DeadlineExceededError, NotFoundError
 from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher
+from persia.serving.canary import CANARY, STABLE, Canary
+from persia.serving.protocol import status_of
+from persia.serving.request_log import RequestLog
 from persia.serving.statistics import ServingStatistics
 from persia.serving.tensors import INPUT_NAME, Tensor, batch_of, datatype_of, output_name
 from persia.serving.versions import ServedModel
@@ -76,17 +81,73 @@ class Inference:
     batcher: Batcher
     statistics: ServingStatistics
     timeout_s: float  # for requests that have no deadline of their own
+    canary: Canary | None = None
+    request_log: RequestLog | None = None
     _arrivals: _Arrivals = field(default_factory=_Arrivals, init=False, repr=False)
 
     async def infer(
-        self, name: str, version: str, tensors: Sequence[Tensor], left_s: float = math.inf
+        self,
+        name: str,
+        version: str,
+        tensors: Sequence[Tensor],
+        left_s: float = math.inf,
+        request_id: str = "",
     ) -> Prediction:
         """The answer to a request whose client waits for `left_s`."""
-        self.check_model(name, version)
-        batch = self.model.checked(batch_of(tensors, self.model.signature))
+        model, canary = self.check_model(name, version), self.canary
         # The earlier deadline counts: an answer after the client's own is of no use.
-        future = self.batcher.submit(batch, min(left_s, self.timeout_s))
-        return await self._arrivals.of(future)
+        left_s = min(left_s, self.timeout_s)
+        if canary is None:
+            batch, answer = await self._ask(model, self.batcher, tensors, left_s)
+        elif model is canary.model:
+            batch, answer = await self._ask_canary(canary, tensors, left_s)
+        elif version or not canary.takes(request_id):
+            batch, answer = await self._ask(model, self.batcher, tensors, left_s)
+            canary.shadow(batch, answer, request_id)
+        else:
+            batch, answer = await self._try_canary(canary, tensors, left_s)
+        if self.request_log is not None:
+            self.request_log.offer(batch, request_id)
+        return answer
+
+    async def _ask(
+        self, model: ServedModel, batcher: Batcher, tensors: Sequence[Tensor], left_s: float
+    ) -> tuple[PersiaBatch, Prediction]:
+        batch = model.checked(batch_of(tensors, model.signature))
+        return batch, await self._arrivals.of(batcher.submit(batch, left_s))
+
+    async def _ask_canary(
+        self, canary: Canary, tensors: Sequence[Tensor], left_s: float
+    ) -> tuple[PersiaBatch, Prediction]:
+        assert canary.model is not None, "requests find it by its version"
+        begin_ns, code = time.monotonic_ns(), "OK"
+        try:
+            # A canary that never answers must not use up the requests that the server can hold.
+            asked = self._ask(canary.model, canary.batcher, tensors, left_s)
+            return await asyncio.wait_for(asked, left_s)
+        except asyncio.TimeoutError:
+            code = "DEADLINE_EXCEEDED"
+            raise DeadlineExceededError(f"the canary has not answered in {left_s:g} s") from None
+        except BaseException as failure:
+            code = status_of(failure)[0]
+            raise
+        finally:
+            canary.statistics.add_request(begin_ns, code)
+
+    async def _try_canary(
+        self, canary: Canary, tensors: Sequence[Tensor], left_s: float
+    ) -> tuple[PersiaBatch, Prediction]:
+        """What the canary answers within half of the time, or else the stable version."""
+        begin_s, version = time.monotonic(), canary.current
+        try:
+            answer = await self._ask_canary(canary, tensors, left_s / 2)
+        except Exception as failure:
+            left_s -= time.monotonic() - begin_s
+            answer = await self._ask(self.model, self.batcher, tensors, left_s)
+            canary.judge(version, failure)  # after the answer: what both fail is the request's fault
+        else:
+            canary.judge(version)
+        return answer
 
     async def is_ready(self) -> bool:
         return await asyncio.to_thread(self.model.not_ready) is None
@@ -96,8 +157,8 @@ class Inference:
 
     def model_metadata(self, name: str, version: str) -> dict[str, Any]:
         """The inputs that a request must have; an ID feature NAME may have NAME.lengths and NAME.weights."""
-        self.check_model(name, version)
-        signature = self.model.signature
+        model = self.check_model(name, version)
+        signature = model.signature
         inputs: list[dict[str, Any]] = [{"name": INPUT_NAME, "datatype": "BYTES", "shape": [1]}]
         if signature is not None and not signature.repeated:
             inputs = [{"name": f.name, "datatype": "INT64", "shape": [-1, -1]} for f in signature.ids]
@@ -107,11 +168,11 @@ class Inference:
             ]
         outputs = [
             {"name": output_name(position), "datatype": datatype_of(dtype), "shape": [-1, *shape]}
-            for position, (dtype, shape) in enumerate(self.model.outputs)
+            for position, (dtype, shape) in enumerate(model.outputs)
         ]
         return {
             "name": self.model.settings.name,
-            "versions": [self.model.version],
+            "versions": [index["version"] for index in self.repository_index()],
             "platform": "persia_torchscript",
             "inputs": inputs,
             "outputs": outputs,
@@ -119,21 +180,31 @@ class Inference:
 
     def model_statistics(self, name: str, version: str) -> dict[str, Any]:
         """`name` "": of all models, of which there is one."""
-        self.check_model(name or self.model.settings.name, version)
-        own = {"name": self.model.settings.name, "version": self.model.version}
-        return {"model_stats": [{**own, **self.statistics.of_protocol()}]}
+        name = name or self.model.settings.name
+        model = self.check_model(name, version)
+        canary = self.canary
+        statistics = self.statistics if canary is None or model is not canary.model else canary.statistics
+        return {"model_stats": [{"name": name, "version": model.version, **statistics.of_protocol()}]}
 
     def repository_index(self) -> list[dict[str, Any]]:
         own = {"name": self.model.settings.name, "version": self.model.version}
-        return [{**own, "state": "READY", "reason": self.model.error}]
+        index: list[dict[str, Any]] = [{**own, "state": "READY", "reason": self.model.error}]
+        if self.canary is not None and self.canary.model is not None:
+            index.append({**index[0], "version": self.canary.version, "reason": self.canary.error})
+        return index
 
-    def check_model(self, name: str, version: str) -> None:
-        """NotFoundError: this server has another model or version."""
+    def check_model(self, name: str, version: str) -> ServedModel:
+        """The model of a version. NotFoundError: this server has another model or version."""
         if name != self.model.settings.name:
             raise NotFoundError(f"there is no model {name!r}: this server has {self.model.settings.name!r}")
-        # One version is loaded at a time; answering for another one would hide that it was replaced.
-        if version not in ("", self.model.version):
-            raise NotFoundError(
-                f"model {name!r} has no version {version!r} here, but {self.model.version!r}: leave the "
-                "version out for the one that is served"
-            )
+        # Answering for a version that is not loaded would hide that it was replaced.
+        if version in ("", STABLE, self.model.version):
+            return self.model
+        canary = None if self.canary is None else self.canary.model
+        if canary is not None and version in (CANARY, canary.version):
+            return canary
+        others = "" if canary is None else f" and, as canary, {canary.version!r}"
+        raise NotFoundError(
+            f"model {name!r} has no version {version!r} here, but {self.model.version!r}{others}: leave the "
+            "version out for the one that is served"
+        )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from persia._native import LookupResult
 from persia.checkpoint.checkpoints import Source
 from persia.config import SlotsConfig
-from persia.embedding.data import PersiaBatch
+from persia.embedding.data import PersiaBatch, split_batches
 from persia.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -124,7 +124,7 @@ class ModelSettings:
     embeddings: EmbeddingSource | None = None  # remote rows; None: those of the checkpoint, with `slots`
     default_rows: EmbeddingSource | None = None  # answer while remote rows cannot be had; None: nothing does
     device: torch.device | None = None
-    sample: bytes | None = None  # a batch that a version must answer before it is used
+    sample: bytes | None = None  # batches that a version must answer before it is used
     gate: Gate | None = None  # what a version must predict that does not continue the one in use
     poll_s: float = 1.0  # between two looks for a new version
     follow: FollowOptions | None = None  # packets to apply between checkpoints
@@ -184,7 +184,8 @@ def embeddings_of(settings: ModelSettings, source: Source | None) -> EmbeddingSo
 
 def try_sample(settings: ModelSettings, predictor: Predictor) -> None:
     if settings.sample is not None:
-        predictor.predict(PersiaBatch.from_bytes(settings.sample))
+        for message in split_batches(settings.sample) or [settings.sample]:  # an empty file is an error
+            predictor.predict(PersiaBatch.from_bytes(message))
 
 
 def digest_of(checkpoint: Location) -> str:

@@ -8,6 +8,7 @@ Python, which always uses the common pool and asks for a runtime as new as its c
 
 from __future__ import annotations
 
+import asyncio
 import struct
 from collections.abc import Sequence
 from importlib import resources
@@ -29,13 +30,15 @@ from persia.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from persia.logger import get_default_logger
 from persia.serving.batch_predict import Prediction
 from persia.serving.tensors import Tensor, datatype_of, output_name, tensor_of_bytes, tensor_of_list
 
 SERVICE = "inference.GRPCInferenceService"
 
 # The statuses of gRPC and HTTP for the first class that an error is an instance of.
-_STATUSES: list[tuple[type[PersiaError], str, int]] = [
+_STATUSES: list[tuple[type[BaseException], str, int]] = [
+    (asyncio.CancelledError, "CANCELLED", 499),  # the client has left
     (NotFoundError, "NOT_FOUND", 500),
     (InvalidArgumentError, "INVALID_ARGUMENT", 400),
     (InvalidTypeError, "INVALID_ARGUMENT", 400),
@@ -44,7 +47,7 @@ _STATUSES: list[tuple[type[PersiaError], str, int]] = [
     (DeadlineExceededError, "DEADLINE_EXCEEDED", 504),
     (ResourceExhaustedError, "RESOURCE_EXHAUSTED", 429),
     (FailedPreconditionError, "FAILED_PRECONDITION", 500),
-    (PersiaError, "INTERNAL", 500),
+    (BaseException, "INTERNAL", 500),
 ]
 
 # A gRPC client refuses 8 KiB of metadata and more, by another status, and each byte may be quoted as three.
@@ -138,14 +141,18 @@ def named_outputs(outputs: Sequence[NDArray[Any]], wanted: Sequence[str]) -> lis
     return [(name, by_name[name]) for name in wanted or by_name]
 
 
-def status_of(failure: PersiaError) -> tuple[str, int]:
+def status_of(failure: BaseException) -> tuple[str, int]:
     """The gRPC status by its name, and the HTTP status, which TorchServe wants."""
     return next((name, number) for kind, name, number in _STATUSES if isinstance(failure, kind))
 
 
 def message_of(failure: BaseException) -> str:
-    """The text of an error for the client; cut, as a request may have names of any length."""
-    text = str(failure).encode(errors="replace")
+    """The text of an error for the client; cut, as a request has names of any length. Logs our faults."""
+    message = str(failure)
+    if not isinstance(failure, PersiaError):
+        get_default_logger().error("a request failed", exc_info=failure)
+        message = f"{type(failure).__name__}: {message}"
+    text = message.encode(errors="replace")
     if len(text) <= _MAX_MESSAGE_BYTES:
         return text.decode()
     return text[:_MAX_MESSAGE_BYTES].decode(errors="ignore") + " ..."

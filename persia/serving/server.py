@@ -26,10 +26,12 @@ from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.security.secret import INFERENCE
 from persia.serving.access import Access, TokenInterceptor, grpc_credentials
 from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.canary import Canary, CanaryOptions
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
 from persia.serving.predictor import ModelSettings
 from persia.serving.protocol import POOL, SERVICE
+from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
@@ -59,6 +61,8 @@ class ServingOptions:
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # of the certificates of clients; None: they need none
     batching: BatchingOptions = field(default_factory=BatchingOptions)
+    canary: CanaryOptions | None = None
+    request_log: RequestLogOptions | None = None
 
 
 def serve(settings: ModelSettings, options: ServingOptions) -> None:
@@ -75,18 +79,26 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
             options.host,
         )
     with contextlib.ExitStack() as stack:
-        batching = options.batching
-        model = ServedModel(settings, num_threads=batching.num_threads)
+        batching, num_threads = options.batching, options.batching.num_threads
+        log = None if options.request_log is None else RequestLog(options.request_log)
+        if log is not None:
+            stack.callback(log.close)
+        model = ServedModel(settings, num_threads=num_threads)
         stack.callback(model.close)
         if (
             settings.embeddings is not None
         ):  # else a lookup that waits for a worker would hold a computation up
-            batching = replace(batching, num_threads=2 * batching.num_threads)
+            batching = replace(batching, num_threads=2 * num_threads)
         statistics = ServingStatistics()
         # Registered after the model, so closed before it: what is queued is still answered.
         batcher = Batcher(statistics.measured(model.predict), batching)
         stack.callback(batcher.close)
-        source = ServingSource(model, statistics, options.replica_index, options.replica_size, batcher)
+        canary = None
+        if options.canary is not None:
+            canary = Canary(settings, options.canary, batching, num_threads)
+            stack.callback(canary.close)
+        replica = options.replica_index, options.replica_size
+        source = ServingSource(model, statistics, *replica, batcher, canary, log)
         # Health is on the port of the predictions already.
         shown = replace(
             ObservabilitySettings.from_environment(host=options.host),
@@ -95,7 +107,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         )
         # Without a session: a server that lost the broker of its job still answers, and must stay ready.
         observer = stack.enter_context(ProcessObserver(source, None, shown))
-        inference = Inference(model, batcher, statistics, timeout_s=options.timeout_s)
+        inference = Inference(model, batcher, statistics, options.timeout_s, canary, log)
         uvloop.run(_serve(inference, observer, options, access))
 
 

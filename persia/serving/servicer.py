@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -12,12 +12,11 @@ import grpc
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError
 
-from persia.errors import DeadlineExceededError, InvalidArgumentError, PersiaError
-from persia.logger import get_default_logger
+from persia.errors import DeadlineExceededError, InvalidArgumentError
 from persia.serving.inference import Inference
-from persia.serving.protocol import METHODS, SERVICE, message, message_of, reply_of, status_of, tensors_of
+from persia.serving.protocol import METHODS, SERVICE, message_of, reply_of, status_of, tensors_of
 
-_Method = Callable[[Any, float | None], Awaitable[Any]]
+_Method = Callable[[Any, float], Any]  # answers with a message, or the dict of one, now or later
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes
 
@@ -30,74 +29,63 @@ class Servicer:
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """For `grpc.aio.Server.add_generic_rpc_handlers`."""
+        own = self.inference
+        methods: dict[str, _Method] = {
+            "ServerLive": lambda _, __: {"live": True},
+            "ServerReady": self._ready,
+            "ModelReady": self._ready,
+            "ServerMetadata": lambda _, __: own.server_metadata(),
+            "ModelMetadata": lambda request, _: own.model_metadata(request.name, request.version),
+            "ModelInfer": self._infer,
+            "ModelStatistics": lambda request, _: own.model_statistics(request.name, request.version),
+            "RepositoryIndex": lambda _, __: {"models": own.repository_index()},
+        }
         # Requests are parsed by us: what cannot be parsed is the client's fault, and grpc would say INTERNAL.
-        methods: dict[str, Any] = {}
-        for name, request, reply in METHODS:
-            method = getattr(self, "_" + re.sub("(?<!^)(?=[A-Z])", "_", name).lower())  # _model_infer
-            methods[name] = grpc.unary_unary_rpc_method_handler(
-                self._with_status(name, request, method), response_serializer=reply.SerializeToString
-            )
-        return grpc.method_handlers_generic_handler(SERVICE, methods)
-
-    async def _server_live(self, _request: Any, _left_s: float | None) -> Any:
-        return message("ServerLiveResponse")(live=True)
-
-    async def _server_ready(self, _request: Any, _left_s: float | None) -> Any:
-        return message("ServerReadyResponse")(ready=await self.inference.is_ready())
-
-    async def _model_ready(self, request: Any, _left_s: float | None) -> Any:
-        self.inference.check_model(request.name, request.version)
-        return message("ModelReadyResponse")(ready=await self.inference.is_ready())
-
-    async def _server_metadata(self, _request: Any, _left_s: float | None) -> Any:
-        return ParseDict(self.inference.server_metadata(), message("ServerMetadataResponse")())
-
-    async def _model_metadata(self, request: Any, _left_s: float | None) -> Any:
-        values = self.inference.model_metadata(request.name, request.version)
-        return ParseDict(values, message("ModelMetadataResponse")())
-
-    async def _model_statistics(self, request: Any, _left_s: float | None) -> Any:
-        values = self.inference.model_statistics(request.name, request.version)
-        return ParseDict(values, message("ModelStatisticsResponse")())
-
-    async def _repository_index(self, _request: Any, _left_s: float | None) -> Any:
-        return ParseDict({"models": self.inference.repository_index()}, message("RepositoryIndexResponse")())
-
-    async def _model_infer(self, request: Any, left_s: float | None) -> Any:
-        prediction = await self.inference.infer(
-            request.model_name,
-            request.model_version,
-            tensors_of(request),
-            *(() if left_s is None else (left_s,)),
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                name: grpc.unary_unary_rpc_method_handler(
+                    self._with_status(name, request, reply, methods[name]),
+                    response_serializer=reply.SerializeToString,
+                )
+                for name, request, reply in METHODS
+            },
         )
-        name = self.inference.model.settings.name
-        return reply_of(request, name, prediction)
+
+    async def _ready(self, request: Any, _left_s: float) -> dict[str, Any]:
+        if hasattr(request, "name"):
+            self.inference.check_model(request.name, request.version)
+        return {"ready": await self.inference.is_ready()}
+
+    async def _infer(self, request: Any, left_s: float) -> Any:
+        tensors = tensors_of(request)
+        prediction = await self.inference.infer(
+            request.model_name, request.model_version, tensors, left_s, request.id
+        )
+        return reply_of(request, self.inference.model.settings.name, prediction)
 
     def _with_status(
-        self, name: str, request_class: Any, method: _Method
+        self, name: str, request_class: Any, reply_class: Any, method: _Method
     ) -> Callable[[bytes, Any], Awaitable[Any]]:
         async def answer(content: bytes, context: Any) -> Any:
-            # CANCELLED unless something below is reached: a client that leaves ends the coroutine by
-            # CancelledError.
-            begin_ns, code = time.monotonic_ns(), grpc.StatusCode.CANCELLED
+            begin_ns, code = time.monotonic_ns(), "OK"
             try:
                 left_s = context.time_remaining()
+                left_s = math.inf if left_s is None else left_s
                 # Before it is parsed: behind a long queue nobody waits for the answer any more.
-                if left_s is not None and left_s <= 0:
+                if left_s <= 0:
                     raise DeadlineExceededError("the request's deadline passed before it was read")
-                reply = await method(_parsed(request_class, content), left_s)
-                code = grpc.StatusCode.OK
-                return reply
-            except PersiaError as failure:
-                code = grpc.StatusCode[status_of(failure)[0]]
-                await context.abort(code, message_of(failure))
-            except Exception as failure:
-                code = grpc.StatusCode.INTERNAL
-                get_default_logger().exception("a request failed")
-                await context.abort(code, f"{type(failure).__name__}: {message_of(failure)}")
+                found = method(_parsed(request_class, content), left_s)
+                found = await found if isinstance(found, Awaitable) else found
+                return ParseDict(found, reply_class()) if isinstance(found, dict) else found
+            except BaseException as failure:
+                code = status_of(failure)[0]
+                if not isinstance(failure, Exception):  # the client has left
+                    raise
+                await context.abort(grpc.StatusCode[code], message_of(failure))
             finally:
                 if name == _COUNTED:
-                    self.inference.statistics.add_request(begin_ns, code.name)
+                    self.inference.statistics.add_request(begin_ns, code)
 
         return answer
 

@@ -7,7 +7,7 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from persia._native import DurationStats
 from persia.embedding.data import PersiaBatch
@@ -16,7 +16,11 @@ from persia.observability.exposition import Families
 from persia.observability.sources import Source, add_following, held
 from persia.serving.batch_predict import Predict, Prediction
 from persia.serving.batcher import Batcher
+from persia.serving.request_log import RequestLog
 from persia.serving.versions import ServedModel
+
+if TYPE_CHECKING:
+    from persia.serving.canary import Canary
 
 # Samples of a batch: each size up to 8, then three bounds to a doubling, up to 65536.
 SIZE_BOUNDS = [*range(1, 8), *(round(2 ** (i / 3)) for i in range(9, 49))]
@@ -98,23 +102,28 @@ class ServingStatistics:
                 },
             }
 
-    def add_metrics(self, families: Families) -> None:
+    def add_metrics(self, families: Families, prefix: str = "persia_serving") -> None:
+        def named(name: str) -> str:
+            return name.replace("persia_serving", prefix)
+
         with self._lock:
             # OK is shown from the start: rates and alerts need the series before the first request.
             by_status = {"OK": 0, **self._by_status}
             sizes = (list(self._sizes), self._num_samples, self._last_size)
         for status, count in by_status.items():
             families.counter(
-                "persia_serving_requests", "Requests answered, by gRPC status.", count, status=status
+                named("persia_serving_requests"), "Requests answered, by gRPC status.", count, status=status
             )
         families.histogram(
-            "persia_serving_request_seconds",
+            named("persia_serving_request_seconds"),
             "Requests, from their arrival to the answer.",
             self._request_s.snapshot(),
         )
-        families.histogram("persia_serving_batch_seconds", "Computing a batch.", self._batch_s.snapshot())
         families.histogram(
-            "persia_serving_batch_samples", "Samples of the batches computed.", sizes, _SIZE_LABELS
+            named("persia_serving_batch_seconds"), "Computing a batch.", self._batch_s.snapshot()
+        )
+        families.histogram(
+            named("persia_serving_batch_samples"), "Samples of the batches computed.", sizes, _SIZE_LABELS
         )
 
 
@@ -127,6 +136,8 @@ class ServingSource(Source):
     index: int
     replicas: int
     batcher: Batcher
+    canary: Canary | None = None
+    request_log: RequestLog | None = None
     role = SERVING
 
     def not_ready(self) -> str | None:
@@ -135,7 +146,8 @@ class ServingSource(Source):
     def remark(self) -> str:
         following = self.model.following
         outage = self.model.outage and f", answers from default rows: {self.model.outage}"
-        return outage + held(None if following is None else following.to_json())
+        trial = "" if self.canary is None else self.canary.remark()
+        return outage + held(None if following is None else following.to_json()) + trial
 
     def status(self) -> dict[str, Any]:
         following = self.model.following
@@ -150,6 +162,8 @@ class ServingSource(Source):
             "num_default_batches": self.model.num_default_batches,
             "rows_error": self.model.outage,
             "following": None if following is None else following.to_json(),
+            "canary": None if self.canary is None else self.canary.status(),
+            "request_log": None if self.request_log is None else self.request_log.status(),
         }
 
     def add_metrics(self, families: Families) -> None:
@@ -161,6 +175,10 @@ class ServingSource(Source):
             model=model.settings.name,
             model_version=model.version,
         )
+        if self.canary is not None:
+            self.canary.add_metrics(families)
+        if self.request_log is not None:
+            self.request_log.add_metrics(families)
         families.gauge(
             "persia_serving_version_refused",
             "1: the newest version cannot be served; the log and /status say why.",

@@ -52,6 +52,11 @@ def datatype_of(dtype: str) -> str:
     return _DATATYPES.get(dtype, dtype.upper())
 
 
+def described(name: str, output: NDArray[Any]) -> dict[str, Any]:
+    """An output as JSON has it, without its values."""
+    return {"name": name, "datatype": datatype_of(output.dtype.name), "shape": list(output.shape)}
+
+
 def output_name(position: int) -> str:
     """TorchScript has no names for what a model returns."""
     return f"output_{position}"

@@ -28,7 +28,7 @@ from persia.serving.json_request import tensors_of_json
 from persia.serving.predictor import Predictor
 from persia.serving.protocol import status_of
 from persia.serving.scripts import load_script
-from persia.serving.tensors import INPUT_NAME, batch_of, datatype_of, json_values, output_name
+from persia.serving.tensors import INPUT_NAME, batch_of, described, json_values, output_name
 from persia.storage.manifest import Manifest
 from persia.validation import json_object
 
@@ -122,12 +122,7 @@ class Handler:
         if isinstance(answer, PersiaError):
             return json.dumps({"code": status_of(answer)[1], "error": str(answer)})
         outputs = [
-            {
-                "name": output_name(position),
-                "datatype": datatype_of(output.dtype.name),
-                "shape": output.shape,
-                "data": json_values(output),
-            }
+            {**described(output_name(position), output), "data": json_values(output)}
             for position, output in enumerate(answer.outputs)
         ]
         return json.dumps({"model_name": self._name, "model_version": answer.version, "outputs": outputs})

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib.resources
 import json
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.serving.archive import check_name
 from persia.serving.tensors import datatype_of, output_name
 from persia.storage.signature import Signature
 from persia.validation import to_json
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # part of URLs and folder names
-
 
 def check_names(name: str, signature: Signature) -> None:
     """InvalidArgumentError: `name` is not a folder name, or several features have the same name."""
-    if not _NAME.fullmatch(name):
-        raise InvalidArgumentError(f"--model-name {name!r}: use letters, digits, '_', '.' and '-'")
+    check_name("--model-name", name)
     if signature.repeated:
         raise InvalidArgumentError(
             f"several features of the model are named {', '.join(signature.repeated)}, so that a request "

@@ -75,6 +75,11 @@ class ServedModel:
         return None if self._follower is None else self._follower.status
 
     @property
+    def current(self) -> Version:
+        """The version that answers."""
+        return self._current
+
+    @property
     def version(self) -> str:
         """The training step of the checkpoint, or the name of its dump where that is not known.
 

@@ -61,8 +61,10 @@ class Model(torch.nn.Module):
         )
 
 
-def dump(directory: Path, factor: float, step: int, *, keep_last: int | None = None) -> None:
-    model = Model(factor)
+def dump(
+    directory: Path, factor: float, step: int, *, keep_last: int | None = None, kind: type[Model] = Model
+) -> None:
+    model = kind(factor)
     with TrainCtx(
         SGD(0.1), torch.optim.SGD(model.parameters(), 0.1), model=model, mixed_precision=False, slots=SLOTS
     ) as ctx:
@@ -167,6 +169,7 @@ def test_predictions_metadata_and_health(start: Any, tmp_path: Path, config: str
     served = start(str(tmp_path / "model"), "--embedding-config", config)
     assert served.infer(make_batch([10, 20, 99], dense=0.5)) == ("7", [6.5, 14.5, 0.5]), "a miss is zeros"
     assert served.infer(make_batch([20]), model_version="7", request_id="r")[1] == [14.0]
+    assert served.infer(make_batch([20]), model_version="stable")[1] == [14.0], "also without a canary"
     # Nothing was trained, as in checkpoints of older versions: features are taken by position.
     assert served.log.read_text().count("does not name the features of its model") == 1
     samples = [np.array(ids, np.uint64) for ids in ([10, 20], [], [20, 99])]

@@ -274,6 +274,14 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--tls-cert": "tls.crt",
         "--tls-key": "tls.key",
         "--tls-client-ca": "ca.crt",
+        "--canary": str(tmp_path / "next"),
+        "--canary-share": "0.25",
+        "--shadow-share": "0.125",
+        "--canary-max-errors": "18",
+        "--canary-max-drift": "0.375",
+        "--request-log": str(tmp_path / "log"),
+        "--request-log-share": "0.625",
+        "--request-log-mib": "19",
     }
     for variable in ("PERSIA_VERIFY_KEY", "PERSIA_TRUST_SCRIPTS"):
         monkeypatch.setenv(variable, "")  # which the command replaces
@@ -315,10 +323,15 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     files = serving.tls_cert, serving.tls_key, serving.tls_client_ca
     assert (serving.require_token, *map(str, files)) == (True, "tls.crt", "tls.key", "ca.crt")
     assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
+    canary, log = serving.canary, serving.request_log
+    assert (canary.location.name, canary.share, canary.shadow_share) == ("next", 0.25, 0.125)
+    assert (canary.max_errors, canary.drift_limit) == (18, 0.375)
+    assert (log.path, log.log_share, log.max_log_bytes) == (tmp_path / "log", 0.625, 19 << 20)
     seen.clear()
     workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
     assert run("serve", str(tmp_path / "model"), *workers).exit_code == 0
-    ((settings, _),) = seen
+    ((settings, serving),) = seen
+    assert (serving.canary, serving.request_log) == (None, None)
     assert settings.slots is None
     assert settings.embeddings is not None
     assert settings.default_rows is None
@@ -328,6 +341,8 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     result = run("serve", str(tmp_path / "model"), *workers, *defaults[:2])
     assert result.exit_code == 2
     assert "--embedding-config for the shapes" in result.output
+    result = run("serve", str(tmp_path / "model"), "--shadow-share", "0.5")
+    assert "--shadow-share and --canary-max-drift need --canary" in result.output
 
 
 @pytest.mark.parametrize("option", ["--verify-key", "--sign-key"])

@@ -205,6 +205,16 @@ def test_a_version_that_is_refused_is_told_where_nothing_else_tells_it() -> None
     assert "no rows" not in cells(process(SERVING, stats={**refused, "following": FOLLOWING}))[-1]
 
 
+def test_what_a_canary_does() -> None:
+    canary = {"version": "8", "num_errors": 3, "rolled_back": "", "error": ""}
+    for changed, text in (
+        ({}, "; canary 8, 3 errors"),
+        ({"rolled_back": "it failed"}, "; canary 8, 3 errors, rolled back: it failed"),
+        ({"version": "", "error": "no checkpoint"}, "; canary not loaded, 3 errors, no checkpoint"),
+    ):
+        assert cells(process(SERVING, stats={"canary": {**canary, **changed}}))[-1].endswith(text)
+
+
 def test_below_the_table() -> None:
     first = process(NN_WORKER, index=0, replicas=3, reported={"auc": 0.79125, "step": 120})
     second = process(NN_WORKER, index=1, replicas=3, reported={"auc": 0.5, "loss": 0.25})

@@ -1,0 +1,94 @@
+"""A log of answered requests, in the format that --gate and --sample read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from persia.embedding.data import PersiaBatch
+from persia.errors import StorageError
+from persia.logger import get_default_logger
+from persia.observability.exposition import Families, Row
+from persia.serving.sideline import Sideline, is_drawn
+
+_COUNTERS: list[Row] = [
+    ("persia_serving_requests_logged", "num_written", "Requests written to --request-log."),
+    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged for lack of time."),
+]
+_PRIVATE = 0o600  # requests are data of users
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLogOptions:
+    """What is logged, and where to."""
+
+    path: Path
+    log_share: float = 1.0  # of the answered requests
+    max_log_bytes: int = 64 << 20  # of the file; it then becomes PATH.1, in place of the one before
+
+
+class RequestLog:
+    """Appends the `PersiaBatch.to_bytes()` of requests to a file, on a thread of its own."""
+
+    def __init__(self, options: RequestLogOptions) -> None:
+        """StorageError: the file cannot be written."""
+        self._num_written = 0
+        self._error = ""  # why the last request was not written
+        self._options = options
+        self._num_bytes = 0
+        self._file = -1
+        try:
+            self._open()
+        except OSError as failure:
+            raise StorageError(f"--request-log cannot be written: {failure}") from failure
+        self._sideline = Sideline("persia-request-log", self._write)
+
+    def offer(self, batch: PersiaBatch, request_id: str) -> None:
+        if is_drawn(self._options.log_share, request_id, "log"):
+            self._sideline.offer(batch)
+
+    def status(self) -> dict[str, Any]:
+        dropped = self._sideline.num_dropped
+        return {"num_written": self._num_written, "num_dropped": dropped, "error": self._error}
+
+    def add_metrics(self, families: Families) -> None:
+        families.counters(_COUNTERS, self.status())
+
+    def close(self) -> None:
+        self._sideline.close()
+        # A thread that still writes must not find another file under this number.
+        file, self._file = self._file, -1
+        os.close(file)
+
+    def _open(self) -> None:
+        path = self._options.path
+        # Also at the start: the end of a file of a killed process may be cut short.
+        if path.is_file() and path.stat().st_size:
+            os.replace(path, path.with_name(path.name + ".1"))
+        elif path.is_file():
+            path.unlink()  # others may be allowed to read it
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, _PRIVATE)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file, self._num_bytes = file, 0
+
+    def _write(self, batch: PersiaBatch) -> None:
+        content = batch.to_bytes()
+        try:
+            if self._num_bytes and self._num_bytes + len(content) > self._options.max_log_bytes:
+                self._open()
+            if os.write(self._file, content) < len(content):
+                raise OSError("the disk is full")
+        except OSError as failure:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, self._num_bytes)  # a part of a batch would spoil the file
+            if str(failure) != self._error:
+                get_default_logger().error("%s (--request-log): %s", self._options.path, failure)
+            self._error = str(failure)
+            return
+        self._num_bytes += len(content)
+        self._num_written += 1
+        self._error = ""

@@ -1,0 +1,104 @@
+"""Work beside requests is bounded, draws are those of the request's ID, and a log has whole batches only."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch, split_batches
+from persia.errors import StorageError
+from persia.serving import sideline
+from persia.serving.request_log import RequestLog, RequestLogOptions
+from persia.serving.sideline import Sideline, is_drawn
+
+WAIT_S = 60.0
+
+
+def batch(user: int) -> PersiaBatch:
+    return PersiaBatch([IDTypeFeatureWithSingleID("user", np.array([user], np.uint64))], requires_grad=False)
+
+
+def users(path: Path) -> list[int]:
+    return [
+        int(PersiaBatch.from_bytes(content).id_type_features[0].ids[0])
+        for content in split_batches(path.read_bytes())
+    ]
+
+
+def test_what_comes_while_the_thread_is_behind_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sideline, "_MAX_WAITING", 2)
+    begun, release, handled = threading.Event(), threading.Event(), []
+
+    def handle(item: int) -> None:
+        handled.append(item)
+        begun.set()
+        assert release.wait(WAIT_S)
+        if item == 0:
+            raise ValueError("the thread must outlive it")
+
+    line = Sideline("test", handle)
+    line.offer(0)
+    assert begun.wait(WAIT_S)
+    for item in range(1, 6):
+        line.offer(item)
+    assert line.num_dropped == 3
+    release.set()
+    line.close()
+    assert handled == [0, 1, 2]
+
+
+def test_draws_follow_the_request() -> None:
+    drawn = {f"{number}" for number in range(4000) if is_drawn(0.25, f"{number}", "canary")}
+    assert 800 < len(drawn) < 1200
+    assert drawn == {f"{number}" for number in range(4000) if is_drawn(0.25, f"{number}", "canary")}
+    assert drawn < {f"{number}" for number in range(4000) if is_drawn(0.5, f"{number}", "canary")}
+    both = [number for number in drawn if is_drawn(0.5, number, "shadow")]
+    assert 0.4 < len(both) / len(drawn) < 0.6, "independent"
+    for request_id in ("", "x", "\ud800"):
+        assert is_drawn(1.0, request_id, "log")
+        assert not is_drawn(0.0, request_id, "log")
+
+
+def test_a_log_is_renamed_when_it_is_full_and_when_a_server_starts(tmp_path: Path) -> None:
+    path, size = tmp_path / "log", len(batch(0).to_bytes())
+    path.touch(0o644)
+    RequestLog(RequestLogOptions(path=path)).close()
+    assert (path.stat().st_mode & 0o777, list(tmp_path.iterdir())) == (0o600, [path])
+    path.write_bytes(b"of the server before")
+    for begin in (0, 10):
+        log = RequestLog(RequestLogOptions(path=path, max_log_bytes=2 * size))
+        for user in range(begin, begin + 5):
+            log.offer(batch(user), "")
+        log.close()
+        assert log.status() == {"num_written": 5, "num_dropped": 0, "error": ""}
+        assert (users(tmp_path / "log.1"), users(path)) == ([begin + 2, begin + 3], [begin + 4])
+    with pytest.raises(StorageError, match="--request-log cannot be written"):
+        RequestLog(RequestLogOptions(path=tmp_path / "nowhere" / "log"))
+
+
+def test_a_batch_that_does_not_fit_the_disk_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, calls = os.write, []
+
+    def writing(file: int, content: Any) -> int:
+        calls.append(file)
+        if len(calls) == 2:
+            return write(file, content[:5])
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content)
+
+    monkeypatch.setattr("persia.serving.request_log.os.write", writing)
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log"))
+    for user in range(4):
+        log.offer(batch(user), "")
+    log.close()
+    assert users(tmp_path / "log") == [0, 3]
+    assert log.status()["num_written"] == 2
