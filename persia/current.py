@@ -8,8 +8,6 @@ from __future__ import annotations
 import threading
 from typing import Any, TypeVar
 
-__all__ = ["current_context", "enter_context", "leave_context", "own_context"]
-
 T = TypeVar("T")
 
 # (thread, the context and its members, as its runtime), in the order in which contexts were entered

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 
 from persia.logger import get_default_logger
 
-__all__ = ["Attempts"]
-
 _FIRST_REPORT_S = 1.0
 _REPORT_INTERVAL_S = 5.0
 _GROWTH = 1.5

@@ -39,8 +39,6 @@ from persia.storage.signing import signer
 from persia.storage.versions import is_latest, latest_of, version_name
 from persia.validation import read_document
 
-__all__ = ["DumpOperation", "DumpRequest", "LoadOperation"]
-
 # Must be far below a server's lease, as one lost answer must not end the dump.
 _KEEP_ALIVE_S = 5.0
 

@@ -30,8 +30,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import FileEntry
 from persia.waiting import Attempts
 
-__all__ = ["Operation", "check_visible"]
-
 _CALL_TIMEOUT_S = 10.0
 # A server that has taken part in an operation and is silent for so long is considered dead: after a restart
 # it knows nothing of the operation.

@@ -13,8 +13,6 @@ from persia.messaging.discovery import Directory, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 
-__all__ = ["LocalPeer", "NatsPeer", "Peer", "find_servers"]
-
 
 class Peer(Protocol):
     """A server that takes part in an operation."""

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from persia.logger import get_default_logger
 
-__all__ = ["Progress", "ProgressCallback", "ShownProgress", "megabytes"]
-
 _LOG_INTERVAL_S = 30.0
 
 

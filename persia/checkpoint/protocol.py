@@ -18,8 +18,6 @@ from persia.errors import InternalError, PersiaError
 from persia.messaging.payloads import JsonMessage
 from persia.validation import Count, complaint, read_document
 
-__all__ = ["IN_PLACE_NAME", "Report", "Request", "State", "Verb"]
-
 # A marker in a dump's folder, written before servers are asked. It shows servers that their directory is the
 # coordinator's. The coordinator commits the dump by renaming it: a server prevents that by removing it.
 IN_PLACE_NAME = "in_place"

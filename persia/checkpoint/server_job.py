@@ -42,18 +42,6 @@ from persia.validation import Hex, to_json
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore, Snapshot
 
-__all__ = [
-    "DumpJob",
-    "JobMaker",
-    "LoadJob",
-    "ServerJob",
-    "ServerShare",
-    "SnapshotJob",
-    "dump_percent",
-    "max_processors",
-    "require_dump_id",
-]
-
 _CANCELLED = "it was cancelled"
 _STOP_S = 5.0
 

@@ -15,8 +15,6 @@ from persia.errors import (
 )
 from persia.security import audit
 
-__all__ = ["CheckpointService"]
-
 # Far above the pauses between polls: a coordinator that is slow, or on a loaded machine, keeps its operation.
 _LEASE_S = 60.0
 

@@ -30,8 +30,6 @@ from persia.messaging.interface import Session
 from persia.storage.manifest import make_dump_id
 from persia.waiting import Attempts
 
-__all__ = ["TrainingDumps", "request_training_dump"]
-
 _LEASE_S = 60.0  # a request is forgotten after so long without a question about it
 _CALL_S = 5.0  # one question
 _LONGEST_HOLD_S = 3600.0

@@ -17,8 +17,6 @@ from persia.errors import InvalidArgumentError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BaseCtx", "PreprocessMode", "Terminated", "checked_device", "cnt_ctx", "has_failed", "is_stopped"]
-
 
 class Terminated(SystemExit):
     """Raised in the script by SIGTERM. Its sender usually waits a few seconds before it kills."""

@@ -31,8 +31,6 @@ from persia.storage import dense
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
-__all__ = ["CheckpointMethods", "TrainingCheckpointMethods", "read_extra"]
-
 _Path = str | os.PathLike[str]
 _EXTRA = "extra.pt"  # among the dense files: it is written and committed with them
 

@@ -26,8 +26,6 @@ from persia.security.secret import LOADER
 if TYPE_CHECKING:  # it needs torch, which a loader does without
     from persia.ctx.embedding import EmbeddingCtx
 
-__all__ = ["DataCtx"]
-
 _SHORT_END_DEADLINE_S = 5.0  # for telling the ranks of the end after a failure
 
 

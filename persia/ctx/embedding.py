@@ -30,8 +30,6 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import CounterValues, Staleness
 from persia.storage import dense
 
-__all__ = ["EmbeddingCtx", "eval_ctx"]
-
 # How long contexts that end because of an error try to leave nothing behind.
 _FAILED_EXIT_DEADLINE_S = 10.0
 # The same, for each part of the end, when the script is stopped: the servers are probably ending as well.

@@ -16,8 +16,6 @@ from persia.errors import FailedPreconditionError, InvalidArgumentError, Invalid
 from persia.job.inference import InferenceBackend, wait_for_worker
 from persia.pipeline.queues import Deadline
 
-__all__ = ["InferCtx"]
-
 
 class InferCtx(EmbeddingCtx):
     """Looks embeddings up for inference, with or without `with`. Needs no broker, and changes no row.

@@ -14,8 +14,6 @@ from persia.storage.dense import named, takes_names
 from persia.storage.signature import DenseInput, IdInput, Signature, arranged
 from persia.validation import json_object, read_document, to_json
 
-__all__ = ["Inputs", "TrainedInputs", "arranged_inputs", "as_arguments", "input_names", "is_of"]
-
 _Tensors = list[torch.Tensor]
 Inputs = _Tensors | dict[str, torch.Tensor]  # what a model takes of either kind of features
 

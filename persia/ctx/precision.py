@@ -10,8 +10,6 @@ import torch
 
 from persia.errors import InvalidArgumentError
 
-__all__ = ["MixedPrecision", "Precision"]
-
 MixedPrecision = bool | str | torch.dtype | None
 
 _NAMES = {"fp16": torch.float16, "bf16": torch.bfloat16}

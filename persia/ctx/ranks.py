@@ -21,8 +21,6 @@ from persia.job.runtime import JobRuntime
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.subjects import NN_WORKER
 
-__all__ = ["Stateful", "done_by_rank_0", "join_process_group", "join_uneven"]
-
 # Collectives end by the process group's time-out, minutes; loading terabytes may take longer. So rank 0 says
 # now and then that it is still working.
 _INTERVAL_S = 5.0

@@ -21,8 +21,6 @@ from persia.storage.versions import LATEST_NAME, resolve
 if TYPE_CHECKING:
     from persia.ctx.train import TrainCtx
 
-__all__ = ["PeriodicCheckpoints", "Recovery"]
-
 
 @dataclass(frozen=True)
 class Recovery:

@@ -37,8 +37,6 @@ from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 from persia.storage import dense
 
-__all__ = ["TrainCtx"]
-
 
 class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     """`with TrainCtx(...) as ctx:`, then `ctx.forward(batch)` and `ctx.backward(loss)` for every batch.

@@ -15,8 +15,6 @@ from persia.observability.phases import WAIT_FOR_BATCH
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.prefetch import Prefetcher
 
-__all__ = ["DataLoader"]
-
 
 class DataLoader:
     """Iterate it inside a context: `for batch in loader: output, labels = ctx.forward(batch)`.

@@ -13,8 +13,6 @@ from persia.job.batch_pipeline import BatchPipeline
 from persia.logger import get_default_logger
 from persia.pipeline.source import BatchSource, LocalSource
 
-__all__ = ["IterableDataset", "IterableDatasetBase", "StreamingDataset"]
-
 
 class IterableDatasetBase(abc.ABC):
     """`buffer_size`: batches kept before their lookup."""

@@ -14,8 +14,6 @@ from typing import Any
 from persia.data.preprocessing import run_tasks
 from persia.errors import FailedPreconditionError, UnavailableError
 
-__all__ = ["LocalEngine", "RayEngine", "SparkEngine"]
-
 
 class LocalEngine:
     """Runs tasks in processes of this machine.

@@ -18,8 +18,6 @@ import yaml
 from persia.embedding.checks import at_least
 from persia.errors import ConfigError, InvalidArgumentError, NotFoundError
 
-__all__ = ["FeatureSpec", "SpecFeature"]
-
 _ID_TYPES = ("int8", "int16", "int32")
 _LABEL_TYPES = ("bool", "int8", "uint8")
 _NUMERICAL_TYPES = ("float16", "float32")

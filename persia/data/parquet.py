@@ -16,8 +16,6 @@ from persia.embedding.checks import at_least
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
 
-__all__ = ["ParquetBatches", "open_files", "require_pyarrow"]
-
 _FILE = b"persia.file"  # key of a table's metadata: the file of its first row
 
 

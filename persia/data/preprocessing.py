@@ -25,8 +25,6 @@ from persia.data.split_binary import SplitBinaryWriter
 from persia.embedding.checks import at_least
 from persia.errors import FailedPreconditionError, InvalidArgumentError, NotFoundError, PersiaError
 
-__all__ = ["Engine", "Preprocessing", "Result", "preprocess", "run_tasks"]
-
 Engine = Callable[[list[str]], Iterable[str]]
 
 _WORK = ".preprocess"

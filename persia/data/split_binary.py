@@ -24,8 +24,6 @@ from persia.embedding.data import (
 )
 from persia.errors import CorruptionError, InvalidArgumentError, NotFoundError
 
-__all__ = ["SplitBinaryBatches", "SplitBinaryWriter"]
-
 _Array = NDArray[Any]
 _SCANNED_ROWS = 1 << 20
 

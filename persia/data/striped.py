@@ -10,8 +10,6 @@ from persia.embedding.checks import at_least
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
-__all__ = ["Batches", "StripedBatches", "of_epoch"]
-
 
 class Batches(Protocol):
     """Batches in a fixed order: `ParquetBatches`, `SplitBinaryBatches`, or a class of your own.

@@ -22,8 +22,6 @@ from persia.embedding.data import (
 )
 from persia.errors import InvalidArgumentError
 
-__all__ = ["CRITEO_CARDINALITIES", "SyntheticClicks"]
-
 # Of Criteo 1TB by frequency limit, as in NVIDIA's synthetic variants criteo_t15, criteo_t3 and criteo_t0.
 CRITEO_CARDINALITIES: dict[int, tuple[int, ...]] = {
     15: (

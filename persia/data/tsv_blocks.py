@@ -20,8 +20,6 @@ from persia.data.parquet import require_pyarrow
 from persia.embedding import columns
 from persia.errors import CorruptionError, FailedPreconditionError
 
-__all__ = ["MISSING", "RARE", "Block", "Parsed", "Vocabulary", "blocks_of", "count_ids", "parse", "transform"]
-
 MISSING, RARE = 0, 1  # IDs of an empty field, and of a value that is below the frequency limit
 
 _MAX_LINE_BYTES = 1 << 20

@@ -6,8 +6,6 @@ import numbers
 
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = ["at_least", "checked_integer", "checked_number", "type_name"]
-
 
 def checked_number(name: str, value: object) -> float:
     """`value` as a float. Raises InvalidTypeError naming the setting; bool is a switch, not a number."""

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from persia import _native
 from persia.errors import InvalidTypeError
 
-__all__ = ["ids_of", "of_pandas", "weights_of"]
-
 _Rows = tuple[NDArray[Any], NDArray[np.uint32]]  # values, offsets
 
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from persia.errors import CorruptionError, InvalidTypeError
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "DenseSection", "decode_dense", "encode_dense"]
-
 _MAGIC = 0x534E4450  # "PDNS"
 _VERSION = 1
 # Empty metadata and none are different to scripts.

@@ -18,16 +18,6 @@ from persia import _native, env
 from persia.embedding import columns
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
-__all__ = [
-    "MAX_BATCH_SIZE",
-    "IDTypeFeature",
-    "IDTypeFeatureWithSingleID",
-    "check_batch_size",
-    "check_name",
-    "hash_strings",
-    "list_of",
-]
-
 MAX_BATCH_SIZE = 65535
 
 _Item = TypeVar("_Item")

@@ -41,8 +41,6 @@ from persia.pipeline.source import BatchSource, PendingBatch, pending_from
 from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate, lookup_stages, mode_names
 from persia.waiting import Attempts
 
-__all__ = ["BatchPipeline"]
-
 _CLOSE_DEADLINE_S = 10.0  # a prefetcher's threads end as soon as the call they are in returns
 _STEP_POLL_S = 0.01  # while another rank dumps
 # Ranks begin their streams in one order, which makes the names of keys unique.

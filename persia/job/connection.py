@@ -14,8 +14,6 @@ from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.observability.sources import Source
 from persia.security import install
 
-__all__ = ["JobConnection"]
-
 
 class JobConnection:
     """This process' connection to its job. Create it with `JobConnection.connect`, end it with `close`."""

@@ -38,17 +38,6 @@ from persia.pipeline.receive import LOADER_REMEDY, Inbox
 from persia.pipeline.send import RegisterBatchHandler
 from persia.security.secret import TRAINER
 
-__all__ = [
-    "EmbeddedJob",
-    "GlobalSource",
-    "LoaderThread",
-    "SlotsSource",
-    "check_embeddable",
-    "find_embedded_job",
-    "read_global",
-    "read_slots",
-]
-
 # A YAML file, what would stand in it, or the checked configuration itself.
 SlotsSource = SlotsConfig | Mapping[str, Any] | str | os.PathLike[str]
 GlobalSource = GlobalConfig | Mapping[str, Any] | str | os.PathLike[str]

@@ -25,8 +25,6 @@ from persia.security import install
 from persia.security.secret import INFERENCE
 from persia.waiting import Attempts
 
-__all__ = ["InferenceBackend", "RemoteRows", "wait_for_worker"]
-
 # For one worker, as long as another is left: a worker that hangs must not use up the deadline of a lookup.
 _TRY_S = 1.0
 _CHECK_S = 0.05  # a lookup without an answer for so long finds out whether anything listens there

@@ -16,8 +16,6 @@ from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 
-__all__ = ["OnLostRows", "RollBack", "RowsGuard"]
-
 
 class OnLostRows(Enum):
     """What a training does when rows are lost."""

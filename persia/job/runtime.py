@@ -34,8 +34,6 @@ from persia.tiers.server_tier import ServerTier
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore
 
-__all__ = ["JobRuntime", "local_share"]
-
 _MAX_FAILURE = 2000  # characters of an error that other processes are told
 
 

@@ -21,8 +21,6 @@ from persia.launcher.process_specs import STANDBY
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 
-__all__ = ["Restarts", "how_it_ended", "partner_of", "restarts_alone"]
-
 # What dies so soon after a restart will probably die again. More than its start takes: a shorter time
 # would never pause a job that always fails right after it.
 _QUICK_S = 60.0

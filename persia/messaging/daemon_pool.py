@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-__all__ = ["DaemonPool", "lower_priority"]
-
 _IDLE_END_S = 0.2
 _NICE = 10  # a tenth of what others get of a processor that all of them want
 

@@ -28,8 +28,6 @@ from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint
 from persia.waiting import Attempts
 
-__all__ = ["Advertiser", "Directory", "EventKind", "ServiceEvent", "ServiceInfo"]
-
 _FIRST_ROUND_S = 0.1
 _LONGEST_ROUND_S = 1.0
 # An answer older than this may come from a service that has died since; several of the longest rounds, as a

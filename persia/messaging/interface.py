@@ -7,8 +7,6 @@ from typing import Protocol
 
 from persia.messaging.subjects import Subjects
 
-__all__ = ["Handler", "Registration", "Session"]
-
 Handler = Callable[[bytes], "bytes | Awaitable[bytes | None] | None"]
 
 

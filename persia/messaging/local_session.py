@@ -14,8 +14,6 @@ from persia.errors import FailedPreconditionError, InternalError, PersiaError, U
 from persia.messaging.interface import Handler, Registration
 from persia.messaging.subjects import Subjects
 
-__all__ = ["LocalBroker", "LocalSession"]
-
 _JOB_NAME = "embedded"  # brokers share nothing, so all jobs may have one name
 
 

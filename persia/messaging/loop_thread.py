@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 from persia.errors import DeadlineExceededError, FailedPreconditionError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 
-__all__ = ["CALL_MARGIN_S", "LoopThread"]
-
 _T = TypeVar("_T")
 
 # A call ends on the loop by its own time-out; this is the backstop of the thread that waits.

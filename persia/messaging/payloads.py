@@ -19,19 +19,6 @@ from typing_extensions import Self
 from persia.errors import CorruptionError
 from persia.validation import Count, json_object, read_document, to_json
 
-__all__ = [
-    "EndOfStream",
-    "FlowReply",
-    "IdsRequest",
-    "JsonMessage",
-    "PositionReply",
-    "PositionRequest",
-    "ReplyStatus",
-    "SubmittedBatch",
-    "TakenReply",
-    "TakenRequest",
-]
-
 MAX_REPLICAS = 65_536  # bounds what one message can make a receiver count
 # Of `m` bounds: the batches `r`, `r + m`, `r + 2m`, ... below the `r`-th one are trained.
 Stripe = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1 << 20)]

@@ -23,8 +23,6 @@ from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.interface import Handler
 from persia.waiting import Attempts
 
-__all__ = ["Receiver", "collect_replies", "flush", "raise_if_error_reply", "send_error"]
-
 _NO_RESPONDERS = "503"  # the broker's status for a request without listeners
 # Marks an error reply: its value is the error's class, the payload the message.
 ERROR_HEADER = "Persia-Error"

@@ -42,8 +42,6 @@ from persia.security.secret import JOB
 from persia.security.tls import job_tls
 from persia.waiting import Attempts
 
-__all__ = ["NatsSession", "Registration"]
-
 _T = TypeVar("_T")
 
 _CLOSE_GRACE_S = 1.0  # for each of: finishing handlers, flushing, disconnecting

@@ -9,16 +9,6 @@ import re
 
 from persia.errors import InvalidArgumentError
 
-__all__ = [
-    "DATA_LOADER",
-    "EMBEDDING_PARAMETER_SERVER",
-    "EMBEDDING_WORKER",
-    "NN_WORKER",
-    "ROLES",
-    "SERVING",
-    "Subjects",
-]
-
 EMBEDDING_PARAMETER_SERVER = "embedding-parameter-server"
 EMBEDDING_WORKER = "embedding-worker"
 NN_WORKER = "nn-worker"

@@ -16,8 +16,6 @@ from torch import nn
 from persia.embedding.checks import at_least
 from persia.errors import InvalidArgumentError
 
-__all__ = ["DLRM", "DCNv2", "DotInteraction", "LowRankCrossNet", "make_mlp"]
-
 
 def make_mlp(num_inputs: int, sizes: Sequence[int], *, relu_at_end: bool) -> nn.Sequential:
     """Linear layers of `sizes` with ReLU between them, initialized as in the published DLRM.

@@ -28,8 +28,6 @@ from persia.storage.signature import IdInput, Signature
 if TYPE_CHECKING:
     from persia.ctx.embedding import EmbeddingCtx
 
-__all__ = ["export_checkpoint", "export_context"]
-
 _logger = get_logger(__name__)
 _BYTES_OF_A_KEY = 8
 

@@ -17,8 +17,6 @@ from persia.storage.shard_file import ShardFile
 if TYPE_CHECKING:
     from persia._native import CheckpointLoader, EmbeddingStore
 
-__all__ = ["PacketApplier", "clear_rows", "replace_rows"]
-
 
 class PacketApplier:
     """Applies packets to a store that only answers lookups: without the optimizer's state."""

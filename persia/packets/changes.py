@@ -26,8 +26,6 @@ from persia.validation import Count
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, Snapshot
 
-__all__ = ["ChangesJob", "IncrementalSettings", "ServerChanges"]
-
 # Fewer changes are written faster by one thread to one file than to several files.
 _ROWS_OF_ONE_FILE = 100_000
 _READ_BYTES = 1 << 20

@@ -20,8 +20,6 @@ from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.versions import checkpoints_at
 
-__all__ = ["PIN_NAME", "FollowTarget", "StartPoint", "checkpoint_places", "find_starts", "read_target"]
-
 PIN_NAME = "pin"
 
 _Found = tuple[Position | None, str, Location]  # position, dump id of the rows, directory of a checkpoint

@@ -38,8 +38,6 @@ from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
 from persia.storage.position import Position
 
-__all__ = ["Copies", "Copy", "FollowOptions", "FollowStatus", "Follower"]
-
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 _STOP_S = 10.0

@@ -20,8 +20,6 @@ from persia.storage.location import Location
 from persia.storage.position import STREAM, Position
 from persia.storage.signing import signer, trusted_keys
 
-__all__ = ["LATEST_NAME", "PacketLog"]
-
 LATEST_NAME = "latest"
 _ENDING = ".json"
 _MAX_MANIFEST_BYTES = 64 << 20

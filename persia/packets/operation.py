@@ -24,8 +24,6 @@ from persia.storage.signature import Signature
 from persia.storage.signing import signer
 from persia.validation import Count, read_document
 
-__all__ = ["ChangeStatus", "DenseState", "PacketOperation", "ask_changes", "begin_stream"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeStatus:

@@ -22,8 +22,6 @@ from persia.storage.signature import Signature
 from persia.storage.signing import Signer
 from persia.validation import Count, Number, read_document, require_keys, to_json
 
-__all__ = ["Base", "BaseKind", "CheckpointReference", "Packet"]
-
 _FORMAT = "persia packet"
 # Without these a damaged packet would pass for one that changes nothing.
 _REQUIRED = ("created_by", "dense", "files", "is_from_nothing", "num_virtual_shards", "servers")

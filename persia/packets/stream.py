@@ -23,8 +23,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import EmbeddingSection
 from persia.storage.position import Position, make_stream_id
 
-__all__ = ["PacketCounts", "PacketStream"]
-
 _STATUS_DEADLINE_S = 5.0  # short: the question is repeated, and a dump may wait for its answer
 
 

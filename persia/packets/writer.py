@@ -19,8 +19,6 @@ from persia.packets.stream import PacketStream
 from persia.storage.signature import Signature
 from persia.waiting import Attempts
 
-__all__ = ["DENSE_FILE", "PacketWriter"]
-
 DENSE_FILE = "dense.pt"
 
 _LONGEST_TICK_S = 0.1

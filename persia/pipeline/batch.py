@@ -27,8 +27,6 @@ from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
 if TYPE_CHECKING:
     from persia.pipeline.lookup import BatchLease
 
-__all__ = ["EmbeddingTensors", "PersiaTrainingBatch", "embedding_tensors", "leaf_gradients", "to_device"]
-
 
 @dataclasses.dataclass(eq=False)  # compared and hashed by identity: weak references to it are kept
 class PersiaTrainingBatch:

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 
 from persia._native import ReturnReport
 
-__all__ = ["CounterValues", "Counters", "ModeStaleness", "Staleness"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CounterValues:

@@ -22,8 +22,6 @@ from persia.errors import InternalError, NotFoundError, UnavailableError
 from persia.logger import get_default_logger
 from persia.pipeline.queues import Deadline
 
-__all__ = ["CallMonitor", "HeldBatches", "SlowCalls", "is_down"]
-
 T = TypeVar("T")
 
 _SLOW_S = 0.5  # a call that takes longer makes the monitor look whether its worker lives

@@ -31,8 +31,6 @@ from persia.pipeline.counters import Counters
 from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 
-__all__ = ["BackwardPass", "GradientHook", "GradientSender"]
-
 GradientHook = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
 

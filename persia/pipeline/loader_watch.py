@@ -19,8 +19,6 @@ from persia.pipeline.queues import Deadline
 if TYPE_CHECKING:
     from persia.pipeline.receive import Inbox
 
-__all__ = ["LoaderWatch"]
-
 _PROBE_TIMEOUT_S = 2.0
 _NUM_PROBES = 2
 _REPORT_INTERVAL_S = 5.0

@@ -33,16 +33,6 @@ from persia.pipeline.counters import Counters
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
 
-__all__ = [
-    "BatchLease",
-    "LeaseReaper",
-    "LookupService",
-    "deferred_stages",
-    "first_slots",
-    "slots_in_step",
-    "with_batch_id",
-]
-
 
 class BatchLease:
     """One batch's reference at its worker, and its staleness permits."""

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from persia.messaging.payloads import Stripes
 
-__all__ = ["DataPosition", "stripe_of"]
-
 
 @dataclass(frozen=True)
 class DataPosition:

@@ -25,8 +25,6 @@ from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 from persia.pipeline.source import BatchSource, PendingBatch
 from persia.pipeline.staleness import LookupStage, StalenessGate
 
-__all__ = ["Prefetcher"]
-
 
 class Prefetcher:
     """At most `forward_buffer_size` batches are looked up, or being looked up, ahead of the loop."""

@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 
 from persia.errors import DeadlineExceededError
 
-__all__ = ["BoundedQueue", "Deadline", "QueueClosed"]
-
 T = TypeVar("T")
 
 

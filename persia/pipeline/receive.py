@@ -43,8 +43,6 @@ from persia.pipeline.queues import QueueClosed
 from persia.pipeline.send import LoaderShare
 from persia.pipeline.source import PendingBatch, pending_from_stream
 
-__all__ = ["LOADER_REMEDY", "Inbox", "Offer", "StreamReceiver"]
-
 LOADER_REMEDY = "start one with `persia-launcher data-loader`, the same PERSIA_JOB_NAME and PERSIA_NATS_URL"
 
 # How long a submitted batch waits for room before the loader is answered "full": long, as the loader must

@@ -41,8 +41,6 @@ from persia.pipeline.queues import Deadline
 if TYPE_CHECKING:
     from persia._native import EmbeddingWorker
 
-__all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler", "TrainingFailedError"]
-
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer

@@ -17,8 +17,6 @@ from persia.errors import InvalidTypeError
 from persia.messaging.payloads import SubmittedBatch
 from persia.pipeline.queues import BoundedQueue, QueueClosed
 
-__all__ = ["BatchSource", "LocalSource", "PendingBatch", "pending_from", "pending_from_stream"]
-
 
 @dataclasses.dataclass(frozen=True)
 class PendingBatch:

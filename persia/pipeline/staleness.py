@@ -16,16 +16,6 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
-__all__ = [
-    "ALL_SLOTS",
-    "Consistency",
-    "LookupStage",
-    "Mode",
-    "StalenessGate",
-    "lookup_stages",
-    "mode_names",
-]
-
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
 

@@ -31,16 +31,6 @@ from persia.waiting import Attempts
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-__all__ = [
-    "Message",
-    "Presence",
-    "Question",
-    "Replica",
-    "Sign",
-    "config_hash",
-    "starts_as_standby",
-]
-
 _ANSWER_S = 0.5
 PROBE_S = 0.3
 _ALL = "all"

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from persia.errors import FailedPreconditionError
 from persia.rows.reader import RowGroups, RowReader, Span
 
-__all__ = ["SlotChanges", "compare"]
-
 # Of both checkpoints together; decoded they take several times that.
 _BYTES_AT_A_TIME = 256 << 20
 

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError
 from persia.rows.reader import RowGroups, RowReader
 
-__all__ = ["FORMATS", "export"]
-
 FORMATS = ("parquet", "numpy")
 _ROWS_AT_A_TIME = 65_536
 

@@ -22,8 +22,6 @@ from persia.storage.versions import resolve
 if TYPE_CHECKING:
     from persia._native import BlockRows, SnapshotPart
 
-__all__ = ["RowGroups", "RowReader", "Span", "check_files", "snapshot_blocks"]
-
 _READ_BYTES = 16 << 20
 _HEAD_BYTES = 256  # enough for any header
 

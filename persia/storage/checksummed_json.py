@@ -19,15 +19,6 @@ from persia.storage.location import Location
 from persia.storage.signing import Signer, TrustedKeys
 from persia.validation import Count, json_object, read_document
 
-__all__ = [
-    "decode_document",
-    "decode_pointer",
-    "encode_document",
-    "encode_pointer",
-    "read_pointer",
-    "verify_document",
-]
-
 # Since this version a document must have a checksum.
 _VERSION = 2
 _ENDING = re.compile(rb',\n "checksum": "([0-9a-f]{64})"\n}\n')

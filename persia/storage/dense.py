@@ -23,20 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeError
 
-__all__ = [
-    "TorchState",
-    "copied_state",
-    "extra_bytes",
-    "load_extra",
-    "load_state",
-    "named",
-    "state_bytes",
-    "takes_names",
-    "torchscript_bytes",
-    "undone_on_error",
-    "unwrap",
-]
-
 TorchState = torch.nn.Module | torch.optim.Optimizer
 
 _DDP_PREFIX = "module."

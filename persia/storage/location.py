@@ -35,8 +35,6 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 
-__all__ = ["Location"]
-
 _T = TypeVar("_T")
 
 # Object stores take at most 10,000 parts of a file: with 64 MiB each, files of up to 625 GiB.

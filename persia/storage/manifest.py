@@ -34,24 +34,6 @@ from persia.storage.signature import Signature
 from persia.storage.signing import Signer, TrustedKeys, trusted_keys
 from persia.validation import Count, Hex, read_document, require_keys, to_json
 
-__all__ = [
-    "MANIFEST_NAME",
-    "MAX_MANIFEST_BYTES",
-    "NUM_VIRTUAL_SHARDS",
-    "DenseSection",
-    "DumpId",
-    "EmbeddingSection",
-    "FileEntry",
-    "FileName",
-    "Manifest",
-    "RowSet",
-    "ServerEntry",
-    "check_file_name",
-    "is_dump_id",
-    "make_dump_id",
-    "utc_now",
-]
-
 MANIFEST_NAME = "manifest.json"
 NUM_VIRTUAL_SHARDS: Final = 4096
 

@@ -12,8 +12,6 @@ import hashlib
 from persia.errors import CorruptionError
 from persia.storage.location import Location
 
-__all__ = ["PAGES_ENDING", "PageHasher", "PagedFile"]
-
 PAGES_ENDING = ".pages"
 _PAGE_BYTES = 64 << 10
 _DIGEST_BYTES = hashlib.sha256().digest_size

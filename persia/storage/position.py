@@ -10,8 +10,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["PACKET_FOLDER", "STREAM", "Position", "is_packet_folder", "make_stream_id"]
-
 # Patterns that pydantic's expressions read as well as Python's.
 STREAM = "[0-9]{8}T[0-9]{6}Z-[0-9a-f]{8}"
 # Twelve digits: names sort like numbers, and a listing of the storage is in order.

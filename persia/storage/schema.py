@@ -16,8 +16,6 @@ from persia.config import SlotsConfig
 from persia.errors import FailedPreconditionError
 from persia.validation import Count
 
-__all__ = ["RowSchema", "SchemaChanges", "SlotRows"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SlotRows:

@@ -23,8 +23,6 @@ from persia.storage.pages import PAGES_ENDING, PagedFile, PageHasher
 if TYPE_CHECKING:
     from persia._native import SnapshotPart
 
-__all__ = ["Chunk", "ShardFile", "ShardFilter", "write_files", "write_shard_file"]
-
 # virtual shards [num_blocks] -> bool [num_blocks]
 ShardFilter = Callable[[NDArray[np.uint32]], NDArray[np.bool_]]
 

@@ -17,8 +17,6 @@ from pydantic import Field, StrictBool
 
 from persia.errors import InvalidArgumentError
 
-__all__ = ["DenseInput", "IdInput", "Signature", "arranged", "require_finite"]
-
 _T = TypeVar("_T")
 _Name = Annotated[str, Field(min_length=1)]
 _Size = Annotated[int, Field(strict=True, ge=-1)]  # -1: another one in other batches

@@ -20,8 +20,6 @@ from persia.errors import ConfigError, FailedPreconditionError, StorageError, Un
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = ["Signer", "TrustedKeys", "create_key", "signer", "trusted_keys"]
-
 # Says what is signed, so that a signature of this key over anything else is none over a manifest.
 _PURPOSE = b"persia manifest 1\n"
 _ENDING = re.compile(rb',\n "signed_by": "ed25519:([0-9a-f]{64}):([0-9a-f]{128})"')

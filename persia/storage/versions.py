@@ -16,17 +16,6 @@ from persia.storage.checksummed_json import encode_pointer, read_pointer
 from persia.storage.location import Location
 from persia.storage.manifest import MANIFEST_NAME
 
-__all__ = [
-    "LATEST_NAME",
-    "checkpoints_at",
-    "is_latest",
-    "keep_newest",
-    "latest_of",
-    "resolve",
-    "set_latest",
-    "version_name",
-]
-
 LATEST_NAME = "latest"
 _VERSION = re.compile(r"step-(\d{12,20})")
 

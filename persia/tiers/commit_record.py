@@ -19,8 +19,6 @@ from persia.storage.schema import RowSchema
 from persia.storage.versions import is_latest
 from persia.validation import Count, complaint, read_document, to_json
 
-__all__ = ["TierCheckpoint", "TierState"]
-
 _FORMAT = "pool of a persia server"
 _PREPARED_KEYS = ("batch", "num_rows", "pool_id", "sequence")
 

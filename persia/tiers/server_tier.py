@@ -40,8 +40,6 @@ from persia.waiting import Attempts
 if TYPE_CHECKING:
     from persia._native import EmbeddingStore, TierOptions
 
-__all__ = ["ServerTier"]
-
 _STATE_NAME = "server.json"
 _MAX_STATE_BYTES = 16 << 20
 # A small checkpoint is prepared in milliseconds, while training waits; a large one takes minutes.

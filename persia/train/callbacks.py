@@ -8,8 +8,6 @@ from typing import Any
 
 from persia.errors import FailedPreconditionError
 
-__all__ = ["Callback", "MLflow", "TensorBoard", "WandB"]
-
 
 class Callback:
     """Subclass it and override what you need. Its methods are called on rank 0 only."""

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from persia.embedding.checks import at_least, checked_number
 from persia.errors import InvalidArgumentError
 
-__all__ = ["WarmupPolynomialDecay"]
-
 
 @dataclass(frozen=True)
 class WarmupPolynomialDecay:

@@ -12,8 +12,6 @@ from persia.ctx.checkpoints import read_extra
 from persia.errors import FailedPreconditionError
 from persia.storage.location import Location
 
-__all__ = ["NAMES", "JobState", "newest", "read_state"]
-
 NAMES = ("best", "last")  # of checkpoints in the directory of a trainer
 
 

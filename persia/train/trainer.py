@@ -35,8 +35,6 @@ from persia.storage.location import Location
 from persia.train.callbacks import Callback
 from persia.train.state import NAMES, JobState, check_position, newest, read_state
 
-__all__ = ["Batches", "Fit", "Trainer"]
-
 _HIGHER_IS_BETTER = {"auc": True, "log_loss": False, "normalized_entropy": False}
 
 
