@@ -63,10 +63,6 @@ class Request(JsonMessage):
         return read_document(kind, self.arguments, f"{self.what}: {self.verb.value}")
 
 
-def _write_error(error: PersiaError | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
-
-
 def _read_error(value: object) -> object:
     if value is None:
         return None
@@ -89,6 +85,8 @@ class Report(JsonMessage):
     done_rows: Count = 0
     total_rows: Count = 0
     error: Annotated[
-        InstanceOf[PersiaError] | None, BeforeValidator(_read_error), PlainSerializer(_write_error)
+        InstanceOf[PersiaError] | None,
+        BeforeValidator(_read_error),
+        PlainSerializer(lambda error: None if error is None else [type(error).__name__, str(error)]),
     ] = None  # why it failed
     result: dict[str, Any] | None = None  # of what is done, and of changes that are written

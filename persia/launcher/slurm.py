@@ -93,16 +93,6 @@ class SlurmJob(JobDescription):
     setup: str
 
 
-def _words(_ctx: click.Context, _param: click.Parameter, text: str) -> tuple[str, ...]:
-    return tuple(shlex.split(text))
-
-
-def _words_of_roles(
-    _ctx: click.Context, _param: click.Parameter, given: Sequence[tuple[str, str]]
-) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((role, tuple(shlex.split(text))) for role, text in given)
-
-
 @click.command("slurm")
 @description_options
 @option("--nodes", type=COUNT, default=1, help="Machines of ranks, each with --nproc-per-node of them.")
@@ -110,7 +100,7 @@ def _words_of_roles(
     "--sbatch",
     default="",
     metavar="TEXT",
-    callback=_words,
+    callback=lambda _ctx, _param, text: tuple(shlex.split(text)),
     help="Options of sbatch for every component: '--partition=cpu --time=12:00:00'.",
 )
 @option(
@@ -118,7 +108,7 @@ def _words_of_roles(
     multiple=True,
     type=(click.Choice(ROLES), str),
     metavar="ROLE TEXT",
-    callback=_words_of_roles,
+    callback=lambda _ctx, _param, given: tuple((role, tuple(shlex.split(text))) for role, text in given),
     help="Options of sbatch for one role: parameter-servers '--cpus-per-task=16 --mem-per-cpu=8G', or ranks "
     "'--gpus-per-node=8'.",
 )

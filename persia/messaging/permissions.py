@@ -22,6 +22,8 @@ from persia.security.secret import ADMIN, INFERENCE, JOB, LOADER, MONITOR, ROLES
 _JOB = "persia.*"
 _IDS, _BATCHES, _ENDS = f"{_JOB}.ids.*", f"{_JOB}.batch.*", f"{_JOB}.end.*"
 _POSITIONS, _TAKEN = f"{_JOB}.position.*", f"{_JOB}.taken.*"
+_OF_LOADERS = (_IDS, _BATCHES, _ENDS, _POSITIONS)
+_OF_RANKS = (*_OF_LOADERS, _TAKEN)
 _CHECKPOINTS, _TRAINING_DUMP = f"{_JOB}.checkpoint.*", f"{_JOB}.checkpoint.training"
 _REPLICAS = f"{_JOB}.replica.*.*"
 # A replica answers within the deadline of the request; the broker forgets a question after this time.
@@ -39,16 +41,8 @@ def _who(*services: str) -> list[str]:
 # Asking who is there is open to every role: `_who("*")` is added to each.
 _PUBLISH: Mapping[str, list[str]] = {
     # With PERSIA_EMBEDDED the training process is also the embedding worker, and its loaders may be threads.
-    TRAINER: [
-        *_advertise(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER),
-        _IDS,
-        _BATCHES,
-        _ENDS,
-        _POSITIONS,
-        _TAKEN,
-        _CHECKPOINTS,
-    ],
-    LOADER: [*_advertise(DATA_LOADER), _IDS, _BATCHES, _ENDS, _POSITIONS],
+    TRAINER: [*_advertise(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), *_OF_RANKS, _CHECKPOINTS],
+    LOADER: [*_advertise(DATA_LOADER), *_OF_LOADERS],
     WORKER: _advertise(EMBEDDING_WORKER),
     SERVER: [*_advertise(EMBEDDING_PARAMETER_SERVER), _REPLICAS],
     INFERENCE: _advertise(SERVING),
@@ -56,16 +50,7 @@ _PUBLISH: Mapping[str, list[str]] = {
     ADMIN: [_CHECKPOINTS],
 }
 _SUBSCRIBE: Mapping[str, list[str]] = {
-    TRAINER: [
-        *_who(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER),
-        *_advertise("*"),
-        _IDS,
-        _BATCHES,
-        _ENDS,
-        _POSITIONS,
-        _TAKEN,
-        _TRAINING_DUMP,
-    ],
+    TRAINER: [*_who(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), *_advertise("*"), *_OF_RANKS, _TRAINING_DUMP],
     LOADER: [*_who(DATA_LOADER), *_advertise(NN_WORKER, EMBEDDING_WORKER)],
     WORKER: [*_who(EMBEDDING_WORKER), *_advertise(EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER), _IDS],
     SERVER: [

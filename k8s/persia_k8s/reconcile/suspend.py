@@ -16,7 +16,8 @@ def suspend(situation: Situation) -> None:
             phase=Phase.SUSPENDED,
             resize=None,
             restart_time="",
-            servers=_forgotten(situation),
+            # A merge patch removes no key. New pods of these names are no restarts.
+            servers=dict.fromkeys(situation.before.servers, "gone"),
             tls=None,
             certificates_until="",  # a resumed job gets new ones, also if a Secret was lost
         )
@@ -35,8 +36,3 @@ def resume(situation: Situation) -> None:
     situation.set_condition(_CONDITION, False, "Resumed")
     situation.event("Resumed", "the job starts again")
     situation.plan.look_again_s = 0.0
-
-
-def _forgotten(situation: Situation) -> dict[str, str]:
-    # A merge patch removes no key. New pods of these names are no restarts.
-    return dict.fromkeys(situation.before.servers, "gone")
