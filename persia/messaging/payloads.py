@@ -150,23 +150,12 @@ class SubmittedBatch(_PackedMessage):
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        batch_id, incarnation, reference, worker, loader, replicas, requires_grad, num_dense, body = values
+        *head, requires_grad, num_dense, body = values
         if requires_grad not in (0, 1):
             raise ValueError(f"requires_grad is {requires_grad}, not 0 or 1")
         if num_dense > len(body):
             raise ValueError(f"a dense section of {num_dense} bytes, and {len(body)} are left")
-        dense, id_features = body[:num_dense], body[num_dense:]
-        batch = cls(
-            batch_id,
-            incarnation,
-            reference,
-            worker,
-            loader,
-            replicas,
-            bool(requires_grad),
-            dense,
-            id_features,
-        )
+        batch = super()._read(*head, bool(requires_grad), body[:num_dense], body[num_dense:])
         _check_replica(batch)
         # Loaders number their batches in turns: two of them must never use the same id.
         if batch.batch_id % batch.loader_replicas != batch.loader_index:
