@@ -11,7 +11,7 @@ import json
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import Field, StrictBool, model_validator
 from typing_extensions import Self
@@ -79,11 +79,15 @@ class _PackedMessage:
         return cls(*values)
 
 
-def _check_replica(message: IdsRequest | SubmittedBatch | EndOfStream | PositionRequest) -> None:
+_OfLoader = TypeVar("_OfLoader", bound="IdsRequest | SubmittedBatch | EndOfStream | PositionRequest")
+
+
+def _checked_replica(message: _OfLoader) -> _OfLoader:
     if message.loader_index >= message.loader_replicas:
         raise ValueError(
             f"loader_index {message.loader_index} is not below loader_replicas {message.loader_replicas}"
         )
+    return message
 
 
 @dataclass(frozen=True)
@@ -99,9 +103,7 @@ class IdsRequest(_PackedMessage):
 
     @classmethod
     def _read(cls, *values: Any) -> Self:
-        request = super()._read(*values)
-        _check_replica(request)
-        return request
+        return _checked_replica(super()._read(*values))
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class SubmittedBatch(_PackedMessage):
             raise ValueError(f"requires_grad is {requires_grad}, not 0 or 1")
         if num_dense > len(body):
             raise ValueError(f"a dense section of {num_dense} bytes, and {len(body)} are left")
-        batch = super()._read(*head, bool(requires_grad), body[:num_dense], body[num_dense:])
-        _check_replica(batch)
+        dense, id_features = body[:num_dense], body[num_dense:]
+        batch = _checked_replica(super()._read(*head, bool(requires_grad), dense, id_features))
         # Loaders number their batches in turns: two of them must never use the same id.
         if batch.batch_id % batch.loader_replicas != batch.loader_index:
             raise ValueError(
@@ -177,10 +179,7 @@ class EndOfStream(JsonMessage):
     num_batches: Count  # of this loader, to all ranks together; those that a checkpoint had included
     error: str | None = None  # why the loader failed
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_replica(self)
-        return self
+    _check = model_validator(mode="after")(_checked_replica)
 
 
 @dataclass(frozen=True)
@@ -193,10 +192,7 @@ class PositionRequest(JsonMessage):
     loader_replicas: Annotated[Count, Field(le=MAX_REPLICAS)]
     resume: StrictBool  # continue after the batches of the checkpoint; else these are another data set's
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        _check_replica(self)
-        return self
+    _check = model_validator(mode="after")(_checked_replica)
 
 
 @dataclass(frozen=True)

@@ -320,8 +320,10 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
         if self._refusals.notice(error, is_admitted=self._is_admitted):
-            if self._refusals.denied is not None:
-                self._end_when_denied()
+            # The client would try the same credentials again for ever. Before, `connect` reports the refusal.
+            if self._refusals.denied is not None and self._is_admitted and self._end is None:
+                get_default_logger().error("%s", self._refusals.denied)
+                self._end = asyncio.ensure_future(self._disconnect())
             for task, sent in tuple(self._waiting.items()):
                 if self._refusals.is_refused("publish", sent):
                     task.cancel()
@@ -331,12 +333,6 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             await send_error(self._client, Msg(self._client, reply=error.reply), full)
         else:
             get_default_logger().debug("NATS at %s: %s", self._address, error or type(error).__name__)
-
-    def _end_when_denied(self) -> None:
-        """Ends the session: the client would try the same credentials again for ever."""
-        if self._is_admitted and self._end is None:  # else `connect` reports it
-            get_default_logger().error("%s", self._refusals.denied)
-            self._end = asyncio.ensure_future(self._disconnect())
 
     async def _disconnect(self) -> None:
         with contextlib.suppress(NatsError, OSError):  # the broker has closed the connection, perhaps

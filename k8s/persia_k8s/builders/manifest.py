@@ -157,7 +157,12 @@ def pod_template(
 
     `container`, `more`: further fields of the role's container, of the pod.
     """
-    base_labels = {**labels(job, role), **_gang(job, role), **(more_labels or {})}
+    # The label of the pod's group. Also where no group is: the plug-in may be installed later.
+    is_gang = not job.is_inference and role is not Role.ROWS
+    gang = {POD_GROUP_LABEL: pod_group_name(job.name, role)} if is_gang else {}
+    base_labels = {**labels(job, role), **gang, **(more_labels or {})}
+    mounted = {mount["name"] for mount in spec.volume_mounts}
+    volumes = [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted]
     base = {
         "metadata": {"labels": base_labels, "annotations": dict(annotations or {})},
         "spec": {
@@ -167,7 +172,7 @@ def pod_template(
             "enableServiceLinks": False,
             "securityContext": dict(_POD_SECURITY),
             "restartPolicy": restart_policy,
-            "volumes": [*_volumes(job, spec), *_secret_volumes(job, role, scale)],
+            "volumes": [*volumes, *_secret_volumes(job, role, scale)],
             "nodeSelector": dict(spec.node_selector),
             "tolerations": [dict(toleration) for toleration in spec.tolerations],
             "affinity": dict(spec.affinity),
@@ -176,11 +181,6 @@ def pod_template(
         },
     }
     return merge(base, spec.pod_template)
-
-
-def _gang(job: Job, role: Role) -> dict[str, str]:
-    """The label of the pod's group. Also where no group is: the plug-in may be installed later."""
-    return {} if job.is_inference or role is Role.ROWS else {POD_GROUP_LABEL: pod_group_name(job.name, role)}
 
 
 def _role_container(
@@ -211,11 +211,6 @@ def _role_container(
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         **more,
     }
-
-
-def _volumes(job: Job, spec: RoleSpec) -> list[Manifest]:
-    mounted = {mount["name"] for mount in spec.volume_mounts}
-    return [dict(volume) for volume in job.spec.volumes if volume["name"] in mounted]
 
 
 def _secret_volumes(job: Job, role: Role, scale: Scale) -> list[Manifest]:
