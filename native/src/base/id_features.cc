@@ -32,8 +32,8 @@ bool AllFinite(std::span<const float> weights) {
   return ok;
 }
 
-Status FeatureError(const IdFeature& feature, const std::string& what) {
-  return InvalidArgument("feature '" + std::string(feature.name) + "': " + what);
+Status FeatureError(const IdFeature& feature, const auto&... what) {
+  return InvalidArgument("feature '", feature.name, "': ", what...);
 }
 
 // Everything that later stages take for granted. They index by these offsets without another look,
@@ -41,9 +41,8 @@ Status FeatureError(const IdFeature& feature, const std::string& what) {
 Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
   if (feature.name.empty()) return InvalidArgument("ID features: a feature has no name");
   if (feature.offsets.size() != size_t{batch_size} + 1) {
-    return FeatureError(feature, std::to_string(feature.offsets.size()) +
-                                     " offsets for a batch of " + std::to_string(batch_size) +
-                                     "; batch_size + 1 are needed");
+    return FeatureError(feature, feature.offsets.size(), " offsets for a batch of ", batch_size,
+                        "; batch_size + 1 are needed");
   }
   if (feature.offsets.front() != 0 || feature.offsets.back() != feature.ids.size() ||
       !NonDecreasing(feature.offsets)) {
@@ -51,9 +50,8 @@ Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
                         "offsets must begin with 0, never decrease and end with the number of IDs");
   }
   if (!feature.weights.empty() && feature.weights.size() != feature.ids.size()) {
-    return FeatureError(feature, std::to_string(feature.weights.size()) + " weights for " +
-                                     std::to_string(feature.ids.size()) +
-                                     " IDs; one an ID is needed");
+    return FeatureError(feature, feature.weights.size(), " weights for ", feature.ids.size(),
+                        " IDs; one an ID is needed");
   }
   if (!AllFinite(feature.weights)) {
     return FeatureError(feature, "a weight is NaN or infinite: drop its ID, or give it 0");
@@ -66,8 +64,8 @@ Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
 Status CheckHead(uint32_t batch_size, size_t num_features) {
   if (num_features == 0) return InvalidArgument("ID features: a batch needs at least one feature");
   if (batch_size > kMaxBatchSize) {
-    return InvalidArgument("batch_size: " + std::to_string(batch_size) + " samples, at most " +
-                           std::to_string(kMaxBatchSize) + " fit into a batch");
+    return InvalidArgument("batch_size: ", batch_size, " samples, at most ", kMaxBatchSize,
+                           " fit into a batch");
   }
   return Status::Ok();
 }
@@ -95,8 +93,8 @@ Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
   feature.ids = reader->GetArray<uint64_t>(num_ids);
   if (version == kWeightedVersion) {
     if (reader->ok() && (flags & ~uint32_t{kHasWeights}) != 0) {
-      return Corruption("ID features: feature '" + std::string(feature.name) + "' has flags " +
-                        std::to_string(flags) + "; known is 1 (weights)");
+      return Corruption("ID features: feature '", feature.name, "' has flags ", flags,
+                        "; known is 1 (weights)");
     }
     if ((flags & kHasWeights) != 0) feature.weights = reader->GetArray<float>(num_ids);
   }
@@ -143,8 +141,7 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   if (!reader.ok()) return Corruption("ID features: the message ends within its header");
   if (magic != kMagic) return Corruption("ID features: the magic number is not PIDB");
   if (version != kVersion && version != kWeightedVersion) {
-    return Corruption("ID features: version " + std::to_string(version) +
-                      "; this build reads 1 and 2");
+    return Corruption("ID features: version ", version, "; this build reads 1 and 2");
   }
   PERSIA_RETURN_IF_ERROR(CheckHead(batch.batch_size, num_features));
   for (uint32_t i = 0; i < num_features; ++i) {
@@ -152,7 +149,7 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   }
   // A message of a newer form would otherwise lose its end silently.
   if (reader.remaining() != 0) {
-    return Corruption("ID features: " + std::to_string(reader.remaining()) +
+    return Corruption("ID features: ", reader.remaining(),
                       " bytes are left over after the last feature");
   }
   PERSIA_RETURN_IF_ERROR(CheckBatch(batch));

@@ -30,13 +30,11 @@ uint64_t Segments::size_bytes() const {
 namespace internal {
 
 Status WrongSize(size_t size_bytes, size_t expected_bytes) {
-  return Corruption("it has " + std::to_string(size_bytes) + " bytes instead of " +
-                    std::to_string(expected_bytes));
+  return Corruption("it has ", size_bytes, " bytes instead of ", expected_bytes);
 }
 
 Status NotOfElements(size_t size_bytes, size_t element_bytes) {
-  return Corruption("its " + std::to_string(size_bytes) + " bytes are not a multiple of " +
-                    std::to_string(element_bytes));
+  return Corruption("its ", size_bytes, " bytes are not a multiple of ", element_bytes);
 }
 
 }  // namespace internal

@@ -54,16 +54,14 @@ Status CheckField(const Config& config, const OptimizerField& field) {
   if (field.IsOf(config.kind)) {
     const RangeRule& range = kRanges[static_cast<size_t>(field.range)];
     if (std::isfinite(value) && range.holds(value)) return Status::Ok();
-    return InvalidArgument(name + " is " + std::to_string(value) + "; give a value " +
-                           std::string(range.text));
+    return InvalidArgument(name, " is ", value, "; give a value ", range.text);
   }
   // What the kind does not have must be left alone, or the user believes it has an effect.
   // The struct's default, not the kind's: what a config leaves out has it.
   const float unset = Config().*field.member;
   if (value == unset) return Status::Ok();
-  return InvalidArgument(name + " is " + std::to_string(value) + ", but " +
-                         std::string(OptimizerName(config.kind)) + " has no " + name +
-                         "; leave it out or choose another optimizer");
+  return InvalidArgument(name, " is ", value, ", but ", OptimizerName(config.kind), " has no ",
+                         name, "; leave it out or choose another optimizer");
 }
 
 // What makes sense only together.
@@ -72,7 +70,7 @@ Status CheckCombinations(const Config& c) {
     return InvalidArgument("nesterov needs a momentum above 0 and a dampening of 0");
   }
   if (c.dampening != 0 && c.momentum == 0) {
-    return InvalidArgument("dampening is " + std::to_string(c.dampening) +
+    return InvalidArgument("dampening is ", c.dampening,
                            ", which only a momentum above 0 gives a meaning; leave it out");
   }
   if (c.kind == Kind::kFtrl && c.lr == 0) {
@@ -94,9 +92,8 @@ OptimizerConfig OptimizerConfig::Of(OptimizerKind kind) {
 
 Status OptimizerConfig::Validate() const {
   if (static_cast<uint32_t>(kind) >= kNumOptimizerKinds) {
-    return InvalidArgument("optimizer kind is " + std::to_string(static_cast<int>(kind)) +
-                           "; known are 0 (sgd) to " + std::to_string(kNumOptimizerKinds - 1) +
-                           " (" + std::string(std::end(kOptimizers)[-1].name) + ")");
+    return InvalidArgument("optimizer kind is ", static_cast<int>(kind), "; known are 0 (sgd) to ",
+                           kNumOptimizerKinds - 1, " (", std::end(kOptimizers)[-1].name, ")");
   }
   for (const OptimizerField& field : kFields) PERSIA_RETURN_IF_ERROR(CheckField(*this, field));
   // Last: a field out of its range is the plainer message.

@@ -11,8 +11,7 @@ namespace persia {
 namespace {
 
 Status Truncated(size_t size_bytes) {
-  return Corruption("its " + std::to_string(size_bytes) +
-                    " bytes are truncated or have bytes left over");
+  return Corruption("its ", size_bytes, " bytes are truncated or have bytes left over");
 }
 
 // The head, and behind it the blocks' signs from where they lie.
@@ -45,8 +44,7 @@ Status CheckDims(const SignBlocks& view) {
   for (size_t i = 0; i < view.blocks.size(); ++i) {
     const uint32_t dim = view.blocks[i].dim;
     if (dim > 0 && dim <= kMaxRowDim) continue;
-    return InvalidArgument("block " + std::to_string(i) + ": dim is " + std::to_string(dim) +
-                           "; it must be 1 to " + std::to_string(kMaxRowDim));
+    return InvalidArgument("block ", i, ": dim is ", dim, "; it must be 1 to ", kMaxRowDim);
   }
   return Status::Ok();
 }
@@ -60,8 +58,7 @@ Status CheckFinite(const char* field, std::span<const float> values) {
     num_bad += (std::bit_cast<uint32_t>(value) & kExponent) == kExponent;
   }
   if (num_bad == 0) return Status::Ok();
-  return InvalidArgument(std::string(field) + ": " + std::to_string(num_bad) + " of " +
-                         std::to_string(values.size()) +
+  return InvalidArgument(field, ": ", num_bad, " of ", values.size(),
                          " values are NaN or infinite; skip such slots before sending");
 }
 
@@ -103,7 +100,7 @@ StatusOr<ConfigureRequest> ConfigureRequest::Decode(std::span<const std::byte> b
   // The seven bytes behind it are reserved, and ignored: the config begins at a multiple of 8.
   const auto replace = static_cast<uint8_t>(body[0]);
   if (replace > 1) {
-    return InvalidArgument("replace is " + std::to_string(replace) + "; it must be 0 or 1");
+    return InvalidArgument("replace is ", replace, "; it must be 0 or 1");
   }
   PERSIA_ASSIGN_OR_RETURN(TrainConfig config, TrainConfig::Decode(body.subspan(kHeadBytes)));
   return ConfigureRequest{std::move(config), replace == 1};
@@ -132,11 +129,10 @@ StatusOr<ReplicateRequest> ReplicateRequest::Decode(std::span<const std::byte> b
   request.number = reader.Get<uint64_t>();
   if (!reader.ok()) return Truncated(body.size());
   if (kind > static_cast<uint32_t>(ReplicateKind::kCopyEnd)) {
-    return InvalidArgument("kind is " + std::to_string(kind) + "; it must be below 6");
+    return InvalidArgument("kind is ", kind, "; it must be below 6");
   }
   if (request.method > 255) {
-    return InvalidArgument("method is " + std::to_string(request.method) +
-                           "; it must be below 256");
+    return InvalidArgument("method is ", request.method, "; it must be below 256");
   }
   request.kind = static_cast<ReplicateKind>(kind);
   request.body = body.last(reader.remaining());
@@ -157,8 +153,7 @@ StatusOr<LookupRowsRequest> LookupRowsRequest::Decode(std::span<const std::byte>
   const SignBlocks blocks = GetBlocks(reader);
   if (!reader.ok() || reader.remaining() != 0) return Truncated(body.size());
   if (mode > 1) {
-    return InvalidArgument("mode is " + std::to_string(mode) +
-                           "; it must be 0 (train) or 1 (inference)");
+    return InvalidArgument("mode is ", mode, "; it must be 0 (train) or 1 (inference)");
   }
   PERSIA_RETURN_IF_ERROR(CheckDims(blocks));
   return LookupRowsRequest{mode == 0, blocks};

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <variant>
 
@@ -56,41 +57,55 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-// One maker for each code. A message begins with the field or the object that it is about, in lower
-// case, and has no full stop.
-inline Status InvalidArgument(std::string m) {
-  return {StatusCode::kInvalidArgument, std::move(m)};
+// One text of parts that are texts or numbers.
+std::string Concat(const auto&... parts) {
+  std::string text;
+  const auto add = [&text]<typename T>(const T& part) {
+    if constexpr (std::is_arithmetic_v<T>) {
+      text += std::to_string(part);
+    } else {
+      text += part;
+    }
+  };
+  (add(parts), ...);
+  return text;
+}
+
+// One maker for each code, of the parts of the message. A message begins with the field or the
+// object that it is about, in lower case, and has no full stop.
+Status InvalidArgument(const auto&... parts) {
+  return {StatusCode::kInvalidArgument, Concat(parts...)};
 }
 // What was named is not here, and asking again will not help: a batch that has ended, a row that
 // was evicted.
-inline Status NotFound(std::string m) { return {StatusCode::kNotFound, std::move(m)}; }
+Status NotFound(const auto&... parts) { return {StatusCode::kNotFound, Concat(parts...)}; }
 // Never retried: the same bytes will not decode the next time.
-inline Status Corruption(std::string m) { return {StatusCode::kCorruption, std::move(m)}; }
+Status Corruption(const auto&... parts) { return {StatusCode::kCorruption, Concat(parts...)}; }
 // A channel repeats calls that fail so, until their deadline: a handler that returns it promises
 // that repeating the call is safe.
-inline Status Unavailable(std::string m) { return {StatusCode::kUnavailable, std::move(m)}; }
+Status Unavailable(const auto&... parts) { return {StatusCode::kUnavailable, Concat(parts...)}; }
 // Nothing is known of the outcome: the peer may have done what was asked. Callers repeat by key.
-inline Status DeadlineExceeded(std::string m) {
-  return {StatusCode::kDeadlineExceeded, std::move(m)};
+Status DeadlineExceeded(const auto&... parts) {
+  return {StatusCode::kDeadlineExceeded, Concat(parts...)};
 }
 // Something bounded is full now and will have room later: the caller's answer is to wait, which is
 // the back-pressure of registrations.
-inline Status ResourceExhausted(std::string m) {
-  return {StatusCode::kResourceExhausted, std::move(m)};
+Status ResourceExhausted(const auto&... parts) {
+  return {StatusCode::kResourceExhausted, Concat(parts...)};
 }
 // The message has the system's own text for errno.
-inline Status IOError(std::string m) { return {StatusCode::kIOError, std::move(m)}; }
+Status IOError(const auto&... parts) { return {StatusCode::kIOError, Concat(parts...)}; }
 // Reported as a bug: what it says is for us, not for the user to mend.
-inline Status Internal(std::string m) { return {StatusCode::kInternal, std::move(m)}; }
+Status Internal(const auto&... parts) { return {StatusCode::kInternal, Concat(parts...)}; }
 // The state of the server is not the one that the call needs. An embedding worker answers it by
 // configuring the server, and repeats its call once.
-inline Status FailedPrecondition(std::string m) {
-  return {StatusCode::kFailedPrecondition, std::move(m)};
+Status FailedPrecondition(const auto&... parts) {
+  return {StatusCode::kFailedPrecondition, Concat(parts...)};
 }
 
 // Never retried: credentials do not mend themselves. The message says which are missing.
-inline Status PermissionDenied(std::string m) {
-  return {StatusCode::kPermissionDenied, std::move(m)};
+Status PermissionDenied(const auto&... parts) {
+  return {StatusCode::kPermissionDenied, Concat(parts...)};
 }
 
 // A value, or the reason why there is none. Reading value() of a failed one is a programmer's bug.

@@ -18,9 +18,8 @@ Status HashStrings(std::span<const int64_t> offsets, std::span<const std::byte> 
     const int64_t begin = offsets[i - 1], end = offsets[i];
     // Offsets come from Arrow arrays of the caller's data, which may be damaged or sliced.
     if (begin < 0 || end < begin || end > size) {
-      return InvalidArgument("string " + std::to_string(i - 1) + " lies at " +
-                             std::to_string(begin) + " to " + std::to_string(end) + " of " +
-                             std::to_string(size) + " bytes");
+      return InvalidArgument("string ", i - 1, " lies at ", begin, " to ", end, " of ", size,
+                             " bytes");
     }
     ids[i - 1] = StringHash({chars + begin, static_cast<size_t>(end - begin)});
   }

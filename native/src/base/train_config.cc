@@ -22,15 +22,12 @@ constexpr size_t RowBytes(uint32_t version) { return version == 2 ? 112 : 128; }
 
 constexpr std::string_view kSameVersion = ": use the same persia version everywhere";
 
-Status Malformed(const std::string& what) {
-  return Corruption("train config " + what + std::string(kSameVersion));
-}
+Status Malformed(const auto&... what) { return Corruption("train config ", what..., kSameVersion); }
 
 // Also refuses NaN, which every comparison lets through in one direction.
 Status CheckRange(std::string_view field, float value, bool in_range, std::string_view range) {
   if (std::isfinite(value) && in_range) return Status::Ok();
-  return InvalidArgument(std::string(field) + " is " + std::to_string(value) + "; give a value " +
-                         std::string(range));
+  return InvalidArgument(field, " is ", value, "; give a value ", range);
 }
 
 // The order is the format of the wire and of checkpoints (docs/wire_format.md). Fields are
@@ -58,7 +55,7 @@ void PutRows(const RowConfig& config, ByteWriter* writer) {
 StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
   RowConfig config;
   const auto kind = reader->Get<uint32_t>();
-  if (kind >= kNumOptimizerKinds) return Malformed("has optimizer kind " + std::to_string(kind));
+  if (kind >= kNumOptimizerKinds) return Malformed("has optimizer kind ", kind);
   config.optimizer.kind = static_cast<OptimizerKind>(kind);
   for (const OptimizerField& field : OptimizerFields()) {
     config.optimizer.*field.member = reader->Get<float>();
@@ -66,7 +63,7 @@ StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
   Initializer& init = config.initializer;
   const auto init_kind = reader->Get<uint32_t>();
   if ((init_kind & 0xff) >= kNumInitializerKinds || (init_kind >> 8) > 1) {
-    return Malformed("has initializer kind " + std::to_string(init_kind));
+    return Malformed("has initializer kind ", init_kind);
   }
   init.kind = static_cast<InitializerKind>(init_kind & 0xff);
   init.scaled_by_dim = (init_kind >> 8) == 1;
@@ -90,16 +87,15 @@ StatusOr<RowConfig> GetRows(uint32_t version, ByteReader* reader) {
 Status CheckGroups(const TrainConfig& config) {
   const uint32_t bits = config.feature_index_prefix_bit;
   if (config.groups.empty() ? bits != 0 : bits < 1 || bits > 32) {
-    return InvalidArgument("feature_index_prefix_bit is " + std::to_string(bits) + " for " +
-                           std::to_string(config.groups.size()) +
+    return InvalidArgument("feature_index_prefix_bit is ", bits, " for ", config.groups.size(),
                            " feature groups of their own; give 1 to 32, and 0 without groups");
   }
   const uint64_t limit = std::min<uint64_t>(kMaxGroupNumber, (uint64_t{1} << bits) - 1);
   uint64_t least = 0;
   for (const GroupConfig& group : config.groups) {
     if (group.group < least || group.group > limit) {
-      return InvalidArgument("groups has the number " + std::to_string(group.group) +
-                             "; give rising numbers up to " + std::to_string(limit));
+      return InvalidArgument("groups has the number ", group.group, "; give rising numbers up to ",
+                             limit);
     }
     least = uint64_t{group.group} + 1;
     PERSIA_RETURN_IF_ERROR(group.rows.Validate());
@@ -108,8 +104,7 @@ Status CheckGroups(const TrainConfig& config) {
 }
 
 Status Refuse(std::string_view field, float value, std::string_view remedy) {
-  return InvalidArgument("initializer." + std::string(field) + " is " + std::to_string(value) +
-                         "; give " + std::string(remedy));
+  return InvalidArgument("initializer.", field, " is ", value, "; give ", remedy);
 }
 
 // A constant is a uniform draw with equal bounds, so `upper` may equal `lower`.
@@ -155,7 +150,7 @@ Status Initializer::Validate() const {
     case InitializerKind::kUniform: return CheckUniform(*this);
     case InitializerKind::kNormal: return CheckNormal(*this);
   }
-  return InvalidArgument("initializer kind is " + std::to_string(static_cast<int>(kind)) +
+  return InvalidArgument("initializer kind is ", static_cast<int>(kind),
                          "; known are 0 (uniform) and 1 (normal)");
 }
 
@@ -166,8 +161,7 @@ Status RowConfig::Validate() const {
                                     admit_probability >= 0 && admit_probability <= 1,
                                     "from 0 to 1"));
   if (admit_after < 1 || admit_after > kMaxAdmitAfter) {
-    return InvalidArgument("admit_after is " + std::to_string(admit_after) + "; give 1 to " +
-                           std::to_string(kMaxAdmitAfter));
+    return InvalidArgument("admit_after is ", admit_after, "; give 1 to ", kMaxAdmitAfter);
   }
   PERSIA_RETURN_IF_ERROR(CheckRange("time_to_live_sec", time_to_live_sec, time_to_live_sec >= 0,
                                     "above 0, or 0 for rows that stay"));
@@ -238,14 +232,12 @@ StatusOr<TrainConfig> TrainConfig::Decode(std::span<const std::byte> bytes) {
   const auto num_groups = reader.Get<uint32_t>();
   const auto lr_factor = reader.Get<float>();
   if (reader.ok() && (version < kOldestVersion || version > kVersion)) {
-    return Malformed("version is " + std::to_string(version) + "; expected " +
-                     std::to_string(kVersion));
+    return Malformed("version is ", version, "; expected ", kVersion);
   }
   const size_t row_bytes = RowBytes(version);
   // Also bounds num_groups, before memory is reserved for them.
   if (!reader.ok() || bytes.size() != kHeadBytes + row_bytes + num_groups * (8 + row_bytes)) {
-    return Malformed("is " + std::to_string(bytes.size()) + " bytes for " +
-                     std::to_string(num_groups) + " groups");
+    return Malformed("is ", bytes.size(), " bytes for ", num_groups, " groups");
   }
   auto rows = GetRows(version, &reader);
   PERSIA_RETURN_IF_ERROR(rows.status());

@@ -36,8 +36,8 @@ py::array CheckedArray(py::handle object, const std::string& argument, int ndim)
   }
   auto array = py::reinterpret_borrow<py::array>(object);
   if (array.ndim() != ndim) {
-    RaiseIfError(InvalidArgument(argument + ": expected " + std::to_string(ndim) +
-                                 " dimension(s), found " + std::to_string(array.ndim())));
+    RaiseIfError(
+        InvalidArgument(argument, ": expected ", ndim, " dimension(s), found ", array.ndim()));
   }
   // Aligned as well: the engine reads the elements as T.
   constexpr int kNeeded = int{py::array::c_style} | int{py::detail::npy_api::NPY_ARRAY_ALIGNED_};
@@ -58,8 +58,8 @@ template <typename T>
 uint32_t ArrayArgument<T>::shape(int axis) const {
   const py::ssize_t size = array_.shape(axis);
   if (size > std::numeric_limits<uint32_t>::max()) {
-    RaiseIfError(InvalidArgument(argument_ + ": a dimension of " + std::to_string(size) +
-                                 " is too large; at most 2^32 - 1"));
+    RaiseIfError(
+        InvalidArgument(argument_, ": a dimension of ", size, " is too large; at most 2^32 - 1"));
   }
   return static_cast<uint32_t>(size);
 }

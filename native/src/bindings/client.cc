@@ -84,8 +84,8 @@ void SetEmbeddings(EmbeddingClient& self, const py::object& signs, const py::obj
   const ArrayArgument<uint64_t> sign_array(signs, "signs", 1);
   const ArrayArgument<float> row_array(rows, "rows", 2);
   if (row_array.shape(0) != sign_array.shape(0)) {
-    RaiseIfError(InvalidArgument("rows: " + std::to_string(row_array.shape(0)) + " rows for " +
-                                 std::to_string(sign_array.shape(0)) + " signs"));
+    RaiseIfError(
+        InvalidArgument("rows: ", row_array.shape(0), " rows for ", sign_array.shape(0), " signs"));
   }
   const auto dim = row_array.shape(1);
   RaiseIfError(WithoutGil(

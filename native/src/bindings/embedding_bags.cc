@@ -57,9 +57,9 @@ std::pair<py::array_t<float>, BagBatchPtr> Lookup(EmbeddingBags& self, py::handl
   const ArrayArgument<int64_t> counts(lengths, "lengths", 2);
   // Checked here, where the shape is known: the engine gets a flat span of lengths.
   if (counts.shape(0) != self.num_slots()) {
-    RaiseIfError(InvalidArgument("lengths has " + std::to_string(counts.shape(0)) +
-                                 " rows, must have one for each of the " +
-                                 std::to_string(self.num_slots()) + " slots"));
+    RaiseIfError(InvalidArgument("lengths has ", counts.shape(0),
+                                 " rows, must have one for each of the ", self.num_slots(),
+                                 " slots"));
   }
   const LookupMode mode = train ? LookupMode::kTrain : LookupMode::kInference;
   // Kept until the lookup has returned: the engine reads the weights in place.

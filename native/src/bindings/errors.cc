@@ -48,8 +48,8 @@ std::chrono::milliseconds Timeout(double timeout_s) {
   // A limit that keeps now() + timeout inside the clock's range.
   constexpr double kTenYearsS = 10 * 365 * 86400.0;
   if (!(timeout_s >= 0)) {
-    RaiseIfError(InvalidArgument("timeout_s: " + std::to_string(timeout_s) +
-                                 " is not a duration; give seconds, 0 or more"));
+    RaiseIfError(
+        InvalidArgument("timeout_s: ", timeout_s, " is not a duration; give seconds, 0 or more"));
   }
   return std::chrono::milliseconds(static_cast<int64_t>(std::min(timeout_s, kTenYearsS) * 1000.0));
 }

@@ -53,8 +53,8 @@ class BatchScope {
 
 void StartTrace(size_t capacity) {
   if (capacity == 0 || capacity > kMaxTraceSpans) {
-    RaiseIfError(InvalidArgument("capacity of a trace is " + std::to_string(capacity) +
-                                 "; it must be 1 to " + std::to_string(kMaxTraceSpans) + " spans"));
+    RaiseIfError(InvalidArgument("capacity of a trace is ", capacity, "; it must be 1 to ",
+                                 kMaxTraceSpans, " spans"));
   }
   // It allocates: hundreds of megabytes for the largest capacity.
   WithoutGil([&] { TraceBuffer::Global().Start(capacity); });

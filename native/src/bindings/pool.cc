@@ -34,7 +34,7 @@ using store::TierOptions;
 PoolKind ParsePoolKind(const std::string& kind) {
   if (kind == "file") return PoolKind::kFile;
   if (kind != "pmem") {
-    RaiseIfError(InvalidArgument("kind is '" + kind + "'; give 'file' or 'pmem'"));
+    RaiseIfError(InvalidArgument("kind is '", kind, "'; give 'file' or 'pmem'"));
   }
   return PoolKind::kPmem;
 }
@@ -88,7 +88,7 @@ class OpenPool {
   py::tuple Row(uint64_t sign) const {
     const RowPool& pool = Get();
     const auto it = rows_.find(sign);
-    if (it == rows_.end()) RaiseIfError(NotFound("no row of sign " + std::to_string(sign)));
+    if (it == rows_.end()) RaiseIfError(NotFound("no row of sign ", sign));
     const size_t dim = it->second.head.dim;
     py::array_t<float> values(static_cast<py::ssize_t>(it->second.head.num_floats()));
     pool::RowHead head;

@@ -14,8 +14,8 @@ namespace {
 
 namespace py = pybind11;
 
-[[noreturn]] void Refuse(const std::string& message) {
-  RaiseIfError(InvalidArgument(message));
+[[noreturn]] void Refuse(const auto&... parts) {
+  RaiseIfError(InvalidArgument(parts...));
   throw py::error_already_set();  // not reached
 }
 
@@ -24,7 +24,7 @@ namespace py = pybind11;
 float Number(const std::string& name, py::handle value) {
   if (py::isinstance<py::bool_>(value)) return value.cast<bool>() ? 1.0f : 0.0f;
   if (!PyFloat_Check(value.ptr()) && !PyLong_Check(value.ptr())) {
-    Refuse(name + "=" + py::repr(value).cast<std::string>() + " is no number");
+    Refuse(name, "=", py::repr(value).cast<std::string>(), " is no number");
   }
   const auto number = static_cast<float>(PyFloat_AsDouble(value.ptr()));
   if (PyErr_Occurred() == nullptr) return number;
@@ -60,16 +60,16 @@ void SetHyperParameter(const std::string& name, py::handle value, OptimizerConfi
       return;
     }
   }
-  Refuse(name + " is no hyper-parameter of " + std::string(OptimizerName(config->kind)) +
-         ", which has " + Listed(OptimizerFields(), [config](const OptimizerField& field) {
+  Refuse(name, " is no hyper-parameter of ", OptimizerName(config->kind), ", which has ",
+         Listed(OptimizerFields(), [config](const OptimizerField& field) {
            return field.IsOf(config->kind) ? field.name : std::string_view();
          }));
 }
 
 std::string TakeName(const char* what, const py::dict& settings) {
   if (!settings.contains("name") || !py::isinstance<py::str>(settings["name"])) {
-    Refuse(std::string(what) + " has no name: give one, such as {name: " +
-           (what == std::string_view("optimizer") ? "adagrad" : "normal") + "}");
+    Refuse(what, " has no name: give one, such as {name: ",
+           what == std::string_view("optimizer") ? "adagrad" : "normal", "}");
   }
   return settings["name"].cast<std::string>();
 }
@@ -108,11 +108,11 @@ std::array<float, kCount> TakeNumbers(const std::string& kind, const py::dict& s
     } else if (known[i].fallback.has_value()) {
       numbers[i] = *known[i].fallback;
     } else {
-      Refuse("initializer " + kind + " has no " + name + ": give it");
+      Refuse("initializer ", kind, " has no ", name, ": give it");
     }
   }
   if (num_taken == settings.size()) return numbers;
-  Refuse("initializer " + kind + " has a setting that is unknown; known are: " +
+  Refuse("initializer ", kind, " has a setting that is unknown; known are: ",
          Listed(known, [](const Setting& setting) { return setting.name; }));
 }
 
@@ -167,16 +167,16 @@ Initializer OfName(const std::string& name, const py::dict& rest) {
     const auto [gain] = TakeNumbers<1>(name, rest, {{{"gain", 1.0f}}});
     return Normal(0.0f, gain, -kInfinity, kInfinity, /*scaled_by_dim=*/true);
   }
-  Refuse("initializer '" + name + "' is not one of " + std::string(kInitializerNames));
+  Refuse("initializer '", name, "' is not one of ", kInitializerNames);
 }
 
 }  // namespace
 
 OptimizerConfig MakeOptimizer(const std::string& name, const py::dict& settings) {
   const auto kind = OptimizerOfName(name);
-  if (!kind.has_value()) Refuse("optimizer: '" + name + "' is not one of " + OptimizerNames());
+  if (!kind.has_value()) Refuse("optimizer: '", name, "' is not one of ", OptimizerNames());
   OptimizerConfig config = OptimizerConfig::Of(*kind);
-  if (!settings.contains("lr")) Refuse("optimizer " + name + " has no lr: give a learning rate");
+  if (!settings.contains("lr")) Refuse("optimizer ", name, " has no lr: give a learning rate");
   for (const auto& [key, value] : settings) {
     SetHyperParameter(key.cast<std::string>(), value, &config);
   }
@@ -212,7 +212,7 @@ SlotRowConfig MakeSlotRowConfig(const py::dict& settings) {
     } else if (name == "capacity") {
       config.capacity = value.cast<uint64_t>();
     } else {
-      Refuse("'" + name + "' is no setting of a slot's rows");
+      Refuse("'", name, "' is no setting of a slot's rows");
     }
   }
   // Ranges are checked where the numbers are put in place of a job's defaults.

@@ -59,7 +59,7 @@ class Flattener {
   // Checked once a sample: its IDs are appended before, and the offsets have 32 bits.
   void EndSample() {
     if (values_.size() > std::numeric_limits<uint32_t>::max()) {
-      RaiseIfError(InvalidArgument(what_ + ": more than 2^32 - 1 IDs; send smaller batches"));
+      RaiseIfError(InvalidArgument(what_, ": more than 2^32 - 1 IDs; send smaller batches"));
     }
     offsets_.push_back(static_cast<uint32_t>(values_.size()));
   }
@@ -95,8 +95,8 @@ void CheckSample(py::handle sample, const py::dtype& dtype, const Flattener<T>& 
                    "; convert it with .astype(numpy." + name() + ")");
   }
   if (array.ndim() != 1) {
-    RaiseIfError(InvalidArgument(flat.Where() + "expected a 1-D array, found " +
-                                 std::to_string(array.ndim()) + " dimensions"));
+    RaiseIfError(
+        InvalidArgument(flat.Where(), "expected a 1-D array, found ", array.ndim(), " dimensions"));
   }
 }
 
@@ -138,7 +138,7 @@ std::string_view BytesOf(py::handle string) {
   const char* utf8 = PyUnicode_AsUTF8AndSize(string.ptr(), &size);
   if (utf8 == nullptr) {  // a lone surrogate
     PyErr_Clear();
-    RaiseIfError(InvalidArgument("a string cannot be encoded as UTF-8: " +
+    RaiseIfError(InvalidArgument("a string cannot be encoded as UTF-8: ",
                                  py::repr(string).cast<std::string>()));
   }
   return {utf8, static_cast<size_t>(size)};

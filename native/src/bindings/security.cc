@@ -24,7 +24,7 @@ using net::Security;
 Role ToRole(const std::string& name) {
   const auto role = ParseRole(name);
   if (!role.has_value()) {
-    RaiseIfError(InvalidArgument("role is '" + name +
+    RaiseIfError(InvalidArgument("role is '", name,
                                  "'; it must be trainer, loader, worker, server, inference, "
                                  "monitor or admin"));
   }
@@ -36,9 +36,8 @@ RoleKey ToKey(const std::string& role, const py::bytes& bytes) {
   const std::string_view view = bytes;
   RoleKey key;
   if (view.size() != key.size()) {
-    RaiseIfError(InvalidArgument("the key of role '" + role + "' has " +
-                                 std::to_string(view.size()) + " bytes; it must have " +
-                                 std::to_string(key.size())));
+    RaiseIfError(InvalidArgument("the key of role '", role, "' has ", view.size(),
+                                 " bytes; it must have ", key.size()));
   }
   std::memcpy(key.data(), view.data(), key.size());
   return key;

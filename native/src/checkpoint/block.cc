@@ -91,11 +91,9 @@ void TakeColumns(const Head& head, const std::byte* in, BlockRows* rows) {
 
 // For messages about damaged blocks.
 std::string Describe(const Head& head) {
-  return "virtual shard " + std::to_string(head.virtual_shard) + ", dim " +
-         std::to_string(head.dim) + ", state floats " + std::to_string(head.state_floats) +
-         ", rows " + std::to_string(head.num_rows) + ", optimizer kind " +
-         std::to_string(head.optimizer) + ", bytes of columns " +
-         std::to_string(head.columns_bytes);
+  return Concat("virtual shard ", head.virtual_shard, ", dim ", head.dim, ", state floats ",
+                head.state_floats, ", rows ", head.num_rows, ", optimizer kind ", head.optimizer,
+                ", bytes of columns ", head.columns_bytes);
 }
 
 // Whether the fields make sense with one another; sizes are safe to use afterwards.
@@ -138,7 +136,7 @@ Status BlockEncoder::Encode(const BlockRows& rows, std::vector<std::byte>* out) 
                                               out->size() - begin - sizeof(head), columns_.data(),
                                               columns_.size(), kCompressionLevel);
   if (ZSTD_isError(compressed) != 0) {
-    return Internal(std::string("rows could not be compressed: ") + ZSTD_getErrorName(compressed));
+    return Internal("rows could not be compressed: ", ZSTD_getErrorName(compressed));
   }
   head.payload_bytes = static_cast<uint32_t>(compressed);
   const size_t end = begin + sizeof(head) + compressed;
@@ -155,33 +153,33 @@ Status BlockDecoder::Next(BlockRows* rows) {
   const std::string name = "block " + std::to_string(number_++) + " of the chunk";
   Head head;
   if (rest_.size() < sizeof(head)) {
-    return Corruption(name + " is cut off after " + std::to_string(rest_.size()) + " bytes");
+    return Corruption(name, " is cut off after ", rest_.size(), " bytes");
   }
   std::memcpy(&head, rest_.data(), sizeof(head));
   if (head.magic != kMagic) {
-    return Corruption(name +
+    return Corruption(name,
                       " does not begin like a block of a persia checkpoint: give whole "
                       "blocks, from the offsets of the footer");
   }
   PERSIA_RETURN_IF_ERROR(CheckVersion(head.version, name.c_str()));
   if (head.padded_bytes() > rest_.size()) {
-    return Corruption(name + " has " + std::to_string(head.padded_bytes()) + " bytes, but " +
-                      std::to_string(rest_.size()) + " are left of the chunk");
+    return Corruption(name, " has ", head.padded_bytes(), " bytes, but ", rest_.size(),
+                      " are left of the chunk");
   }
   const auto block = rest_.first(head.padded_bytes());
   if (head.checksum != Checksum(block, kChecksumOffset)) {
-    return Corruption(name + " (virtual shard " + std::to_string(head.virtual_shard) +
+    return Corruption(name, " (virtual shard ", head.virtual_shard,
                       ") has another checksum than its bytes: the file was damaged; use another "
                       "copy or an older checkpoint");
   }
   // After the checksum: what is unsound then was written so, and is not damage.
-  if (!IsSound(head)) return Corruption(name + " contradicts itself: " + Describe(head));
+  if (!IsSound(head)) return Corruption(name, " contradicts itself: ", Describe(head));
   columns_.resize(head.columns_bytes);
   // Fails rather than writes beyond the columns, whatever the payload is.
   const size_t size = ZSTD_decompress(columns_.data(), columns_.size(), block.data() + sizeof(head),
                                       head.payload_bytes);
   if (ZSTD_isError(size) != 0 || size != columns_.size()) {
-    return Corruption(name + " does not decompress to its columns: " + Describe(head));
+    return Corruption(name, " does not decompress to its columns: ", Describe(head));
   }
   rows->shape = {.kind = static_cast<BlockKind>(head.kind),
                  .optimizer = static_cast<OptimizerKind>(head.optimizer),
@@ -192,8 +190,8 @@ Status BlockDecoder::Next(BlockRows* rows) {
   TakeColumns(head, columns_.data(), rows);
   for (const uint64_t sign : rows->signs) {
     if (VirtualShard(SignHash(sign)) == head.virtual_shard) continue;
-    return Corruption(name + " has sign " + std::to_string(sign) + ", which does not belong to " +
-                      "its virtual shard " + std::to_string(head.virtual_shard));
+    return Corruption(name, " has sign ", sign, ", which does not belong to ", "its virtual shard ",
+                      head.virtual_shard);
   }
   rest_ = rest_.subspan(block.size());
   return Status::Ok();

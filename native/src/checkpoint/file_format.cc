@@ -101,8 +101,8 @@ StatusOr<Start> DecodeStart(std::span<const std::byte> bytes, const char* what) 
   Start start{};
   if (bytes.size() >= sizeof(start)) std::memcpy(&start, bytes.data(), sizeof(start));
   if (bytes.size() >= sizeof(start) && start.magic == kExpected) return start;
-  return Corruption(std::string("these ") + std::to_string(bytes.size()) + " bytes are not " +
-                    what + " of a persia checkpoint file: it was cut off, or is another file");
+  return Corruption("these ", bytes.size(), " bytes are not ", what,
+                    " of a persia checkpoint file: it was cut off, or is another file");
 }
 
 }  // namespace
@@ -120,10 +120,9 @@ uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset) {
 // Corruption and not a precondition: to the reader of the file, both mean to look for another one.
 Status CheckVersion(uint32_t version, const char* what) {
   if (version == kFormatVersion) return Status::Ok();
-  return Corruption(std::string(what) + " of the checkpoint file has format version " +
-                    std::to_string(version) + "; this persia reads version " +
-                    std::to_string(kFormatVersion) +
-                    (version > kFormatVersion ? ": use a newer persia" : ""));
+  return Corruption(what, " of the checkpoint file has format version ", version,
+                    "; this persia reads version ", kFormatVersion,
+                    version > kFormatVersion ? ": use a newer persia" : "");
 }
 
 std::vector<std::byte> EncodeHeader(const FileHeader& header) {
@@ -148,18 +147,17 @@ StatusOr<FileHeader> DecodeHeader(std::span<const std::byte> bytes) {
   // Before anything is read at an offset that depends on it.
   if (start.header_bytes < sizeof(start) || start.header_bytes > kMaxHeaderBytes ||
       start.header_bytes > bytes.size()) {
-    return Corruption("the header of the checkpoint file says that it has " +
-                      std::to_string(start.header_bytes) + " bytes; given are the first " +
-                      std::to_string(bytes.size()) + " of the file");
+    return Corruption("the header of the checkpoint file says that it has ", start.header_bytes,
+                      " bytes; given are the first ", bytes.size(), " of the file");
   }
   PERSIA_RETURN_IF_ERROR(CheckChecksum(start, bytes.first(start.header_bytes), "the header"));
   if (start.kind > static_cast<uint32_t>(FileKind::kChangesFromNothing)) {
-    return Corruption("the header of the checkpoint file has kind " + std::to_string(start.kind) +
+    return Corruption("the header of the checkpoint file has kind ", start.kind,
                       "; known are 0 (rows), 1 (changes) and 2 (changes from nothing)");
   }
   if (start.config_bytes > start.header_bytes - sizeof(start)) {
-    return Corruption("the header of the checkpoint file has a train config of " +
-                      std::to_string(start.config_bytes) + " bytes, beyond its own end");
+    return Corruption("the header of the checkpoint file has a train config of ",
+                      start.config_bytes, " bytes, beyond its own end");
   }
   FileHeader header{.step = start.step,
                     .num_rows = start.num_rows,
@@ -192,9 +190,8 @@ StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> by
   ByteReader reader(bytes.subspan(sizeof(start)));
   const auto blocks = reader.GetArray<BlockEntry>(start.num_blocks);
   if (!reader.ok() || reader.remaining() != 0) {
-    return Corruption("the footer of the checkpoint file says that it has " +
-                      std::to_string(start.num_blocks) + " blocks, but is " +
-                      std::to_string(bytes.size()) + " bytes long");
+    return Corruption("the footer of the checkpoint file says that it has ", start.num_blocks,
+                      " blocks, but is ", bytes.size(), " bytes long");
   }
   uint64_t sum = 0;
   for (size_t i = 0; i < blocks.size(); ++i) {
@@ -206,15 +203,13 @@ StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> by
         block.length <= UINT64_MAX - block.offset) {
       continue;
     }
-    return Corruption("the footer of the checkpoint file has a wrong entry for block " +
-                      std::to_string(i) + ": virtual shard " + std::to_string(block.virtual_shard) +
-                      ", offset " + std::to_string(block.offset) + ", length " +
-                      std::to_string(block.length));
+    return Corruption("the footer of the checkpoint file has a wrong entry for block ", i,
+                      ": virtual shard ", block.virtual_shard, ", offset ", block.offset,
+                      ", length ", block.length);
   }
   if (sum == start.num_rows) return blocks;
-  return Corruption("the footer of the checkpoint file says that there are " +
-                    std::to_string(start.num_rows) + " rows, but its blocks have " +
-                    std::to_string(sum));
+  return Corruption("the footer of the checkpoint file says that there are ", start.num_rows,
+                    " rows, but its blocks have ", sum);
 }
 
 std::vector<std::byte> EncodeTrailer(FooterPlace footer, uint64_t num_rows) {
@@ -224,8 +219,8 @@ std::vector<std::byte> EncodeTrailer(FooterPlace footer, uint64_t num_rows) {
 // The magic is at the very end, so that a file that was cut off is recognised as such.
 StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes) {
   if (bytes.size() != kTrailerBytes) {
-    return Corruption("the trailer of a checkpoint file has " + std::to_string(kTrailerBytes) +
-                      " bytes; given are " + std::to_string(bytes.size()));
+    return Corruption("the trailer of a checkpoint file has ", kTrailerBytes, " bytes; given are ",
+                      bytes.size());
   }
   PERSIA_ASSIGN_OR_RETURN(const auto trailer, DecodeStart<Trailer>(bytes, "the end"));
   PERSIA_RETURN_IF_ERROR(CheckVersion(trailer.version, "the trailer"));

@@ -14,10 +14,9 @@ Status CheckShape(const BlockShape& block, OptimizerKind kind, const store::RowS
     return Status::Ok();
   }
   return InvalidArgument(
-      "rows of dim " + std::to_string(block.dim) + " have the state of another optimizer (kind " +
-      std::to_string(static_cast<int>(block.optimizer)) + ", " +
-      std::to_string(block.state_floats) + " floats) than the train config's (kind " +
-      std::to_string(static_cast<int>(kind)) + ", " + std::to_string(wanted.state_floats) +
+      "rows of dim ", block.dim, " have the state of another optimizer (kind ",
+      static_cast<int>(block.optimizer), ", ", block.state_floats,
+      " floats) than the train config's (kind ", static_cast<int>(kind), ", ", wanted.state_floats,
       " floats); give the train config that the checkpoint was made with, or begin with the state "
       "of "
       "new rows (with_state=False)");

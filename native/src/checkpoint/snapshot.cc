@@ -91,8 +91,7 @@ void Snapshot::Close() {
 
 Status Snapshot::CheckOptions(const Options& options) {
   if (options.num_parts > 0 && options.num_parts <= kMaxParts) return Status::Ok();
-  return InvalidArgument("num_parts is " + std::to_string(options.num_parts) + "; give 1 to " +
-                         std::to_string(kMaxParts));
+  return InvalidArgument("num_parts is ", options.num_parts, "; give 1 to ", kMaxParts);
 }
 
 StatusOr<std::unique_ptr<Snapshot>> Snapshot::Begin(store::EmbeddingStore& store,
@@ -143,8 +142,7 @@ FileKind Snapshot::kind() const {
 Status Snapshot::Commit() {
   const uint32_t num_written = num_parts_written_.load();
   if (num_written != num_parts() || num_rows_written_.load() != num_rows()) {
-    return FailedPrecondition("the snapshot has " + std::to_string(num_parts()) + " parts, but " +
-                              std::to_string(num_written) +
+    return FailedPrecondition("the snapshot has ", num_parts(), " parts, but ", num_written,
                               " were read to the end; read and store all of them first");
   }
   rows_->Commit();
@@ -153,16 +151,14 @@ Status Snapshot::Commit() {
 
 StatusOr<SnapshotPart*> Snapshot::part(uint32_t number) {
   if (number < parts_.size()) return parts_[number].get();
-  return InvalidArgument("part " + std::to_string(number) + " was asked for; the snapshot has " +
-                         std::to_string(parts_.size()));
+  return InvalidArgument("part ", number, " was asked for; the snapshot has ", parts_.size());
 }
 
 // The last part is not completed when rows are missing or there twice.
 Status Snapshot::CheckEnd(uint64_t count) {
   const uint64_t written = num_rows_written_ += count;
   if (++num_parts_written_ < parts_.size() || written == num_rows()) return Status::Ok();
-  return Internal("the snapshot has " + std::to_string(num_rows()) + " rows, but " +
-                  std::to_string(written) + " were written");
+  return Internal("the snapshot has ", num_rows(), " rows, but ", written, " were written");
 }
 
 }  // namespace persia::checkpoint

@@ -30,8 +30,8 @@ constexpr size_t kMinIdsForThreads = 4096;
 // Before anything is planned: a NaN would reach every row of its sample.
 Status CheckWeights(std::span<const float> weights, size_t num_values) {
   if (!weights.empty() && weights.size() != num_values) {
-    return InvalidArgument("weights has " + std::to_string(weights.size()) + " elements for " +
-                           std::to_string(num_values) + " values, must have one for each");
+    return InvalidArgument("weights has ", weights.size(), " elements for ", num_values,
+                           " values, must have one for each");
   }
   if (!simd::ActiveKernels().all_finite(weights.data(), weights.size())) {
     return InvalidArgument("a weight is NaN or infinite: drop its ID, or give it 0");
@@ -232,13 +232,12 @@ void EmbeddingBags::DivideGroups(const BagBatch& batch) {
 Status EmbeddingBags::Divide(std::span<const uint64_t> values, std::span<const int64_t> lengths,
                              std::span<const float> weights) {
   if (lengths.size() % num_slots() != 0) {
-    return InvalidArgument("lengths has " + std::to_string(lengths.size()) +
-                           " elements, must have one for each of the " +
-                           std::to_string(num_slots()) + " slots and each sample");
+    return InvalidArgument("lengths has ", lengths.size(),
+                           " elements, must have one for each of the ", num_slots(),
+                           " slots and each sample");
   }
   if (values.size() > std::numeric_limits<uint32_t>::max()) {
-    return InvalidArgument("values has " + std::to_string(values.size()) +
-                           " IDs; make batches of fewer than 2^32");
+    return InvalidArgument("values has ", values.size(), " IDs; make batches of fewer than 2^32");
   }
   PERSIA_RETURN_IF_ERROR(CheckWeights(weights, values.size()));
   const size_t batch_size = lengths.size() / num_slots();
@@ -249,9 +248,8 @@ Status EmbeddingBags::Divide(std::span<const uint64_t> values, std::span<const i
         DivideSlot(slot, &rest, &weights, lengths.subspan(slot * batch_size, batch_size)));
   }
   if (rest.empty()) return Status::Ok();
-  return InvalidArgument("values has " + std::to_string(values.size()) +
-                         " IDs but lengths add up to " +
-                         std::to_string(values.size() - rest.size()));
+  return InvalidArgument("values has ", values.size(), " IDs but lengths add up to ",
+                         values.size() - rest.size());
 }
 
 Status EmbeddingBags::DivideSlot(uint32_t slot, std::span<const uint64_t>* values,
@@ -272,17 +270,15 @@ Status EmbeddingBags::DivideSlot(uint32_t slot, std::span<const uint64_t>* value
     const auto bad = std::find_if(lengths.begin(), lengths.end(), [](int64_t n) { return n < 0; });
     const std::string where = "slot '" + config.name + "': ";
     if (bad != lengths.end()) {
-      return InvalidArgument(where + "the length of sample " +
-                             std::to_string(bad - lengths.begin()) + " is " + std::to_string(*bad) +
+      return InvalidArgument(where, "the length of sample ", bad - lengths.begin(), " is ", *bad,
                              ", must not be negative");
     }
-    return InvalidArgument(where + "lengths add up to more IDs than the " +
-                           std::to_string(values->size()) + " of values that are left for it");
+    return InvalidArgument(where, "lengths add up to more IDs than the ", values->size(),
+                           " of values that are left for it");
   }
   // Numbers of rows and of their places in the batch are 32 bits.
   if (count * config.num_buckets() > kMaxSigns) {
-    return InvalidArgument("slot '" + config.name + "': " + std::to_string(count) + " IDs of " +
-                           std::to_string(config.num_buckets()) +
+    return InvalidArgument("slot '", config.name, "': ", count, " IDs of ", config.num_buckets(),
                            " hash-stack rounds each are too many for one batch: make it smaller");
   }
   std::vector<SlotInput>& inputs = inputs_[group_of_[slot]];
@@ -395,9 +391,8 @@ Status EmbeddingBags::InsertMissing(BagBatch* batch, InPlaceRows* rows) {
 StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const float> gradients) {
   const std::lock_guard lock(mutex_);
   if (gradients.size() != batch.batch_size * num_columns_) {
-    return InvalidArgument("the gradient has " + std::to_string(gradients.size()) +
-                           " elements, must have " + std::to_string(batch.batch_size) + " x " +
-                           std::to_string(num_columns_));
+    return InvalidArgument("the gradient has ", gradients.size(), " elements, must have ",
+                           batch.batch_size, " x ", num_columns_);
   }
   // The rows that the batch remembers may have been changed by its own update: a second one would
   // be a step of stale gradients.
@@ -431,16 +426,15 @@ Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
   const worker::SlotConfig& config = *slots_by_position_[slot];
   // An ID of such a slot is a sum of rows that other IDs share.
   if (config.hash_stack_rounds != 0) {
-    return InvalidArgument("slot '" + config.name +
+    return InvalidArgument("slot '", config.name,
                            "' has a hash stack: its IDs have no rows of their own to set");
   }
   if (rows.size() != ids.size() * config.dim) {
-    return InvalidArgument("slot '" + config.name + "': " + std::to_string(ids.size()) +
-                           " IDs came with " + std::to_string(rows.size()) + " floats, must have " +
-                           std::to_string(config.dim) + " each");
+    return InvalidArgument("slot '", config.name, "': ", ids.size(), " IDs came with ", rows.size(),
+                           " floats, must have ", config.dim, " each");
   }
   if (!simd::ActiveKernels().all_finite(rows.data(), rows.size())) {
-    return InvalidArgument("slot '" + config.name +
+    return InvalidArgument("slot '", config.name,
                            "': some values of the rows are NaN or infinite; set finite ones");
   }
   std::vector<uint64_t> signs(ids.size());
@@ -455,7 +449,7 @@ StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOpti
   }
   for (const worker::SlotConfig& slot : options.slots) {
     if (slot.embedding_summation) continue;
-    return InvalidArgument("slot '" + slot.name +
+    return InvalidArgument("slot '", slot.name,
                            "' is raw (embedding_summation: false); bags are pooled slots");
   }
   PERSIA_ASSIGN_OR_RETURN(

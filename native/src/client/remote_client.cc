@@ -28,8 +28,8 @@ void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
 
 Status WorkerChannels::Set(uint32_t index, const std::string& address) {
   if (index >= kMaxWorkers) {
-    return InvalidArgument("worker_index " + std::to_string(index) + ": at most " +
-                           std::to_string(kMaxWorkers) + " embedding workers are possible");
+    return InvalidArgument("worker_index ", index, ": at most ", kMaxWorkers,
+                           " embedding workers are possible");
   }
   const std::unique_lock lock(mutex_);
   // Workers between may come later, or have left: nothing is asked of them until they are set.
@@ -59,8 +59,8 @@ void WorkerChannels::Drop(uint32_t index) {
 StatusOr<std::shared_ptr<net::Channel>> WorkerChannels::At(uint32_t index) const {
   const std::shared_lock lock(mutex_);
   if (index < workers_.size()) return workers_[index].channel;
-  return InvalidArgument("worker_index " + std::to_string(index) + ": there are only " +
-                         std::to_string(workers_.size()) + " embedding workers, counted from 0");
+  return InvalidArgument("worker_index ", index, ": there are only ", workers_.size(),
+                         " embedding workers, counted from 0");
 }
 
 // All of them when none takes new work: a call then fails with the peer's own error, which says
@@ -107,10 +107,9 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
   // A worker of our version never answers otherwise; the check guards what would be lost silently.
   const bool requires_grad = request.options.requires_grad == 1;
   if (requires_grad == (result->reference.reference != 0)) return result;
-  return Corruption(channel->peer() +
-                    (requires_grad
-                         ? ": embeddings without a reference to return gradients to"
-                         : ": embeddings that expect gradients, which were not asked for"));
+  return Corruption(channel->peer(),
+                    requires_grad ? ": embeddings without a reference to return gradients to"
+                                  : ": embeddings that expect gradients, which were not asked for");
 }
 
 // To every worker: each configures the servers that restart.
@@ -136,8 +135,7 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
     if (requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
     return result;
   }
-  return Corruption("embedding-worker " + std::to_string(reference.worker_index) +
-                    ": embeddings of another batch");
+  return Corruption("embedding-worker ", reference.worker_index, ": embeddings of another batch");
 }
 
 StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
@@ -176,9 +174,8 @@ Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs
                                    std::span<const float> rows, Deadline deadline) {
   // Refused here rather than by the far end, where the numbers would no longer be the caller's.
   if (signs.size() > UINT32_MAX || rows.size() != signs.size() * dim) {
-    return InvalidArgument("rows: " + std::to_string(rows.size()) + " floats for " +
-                           std::to_string(signs.size()) + " signs of dim " + std::to_string(dim) +
-                           "; dim floats are needed for each of at most 2^32 - 1 signs");
+    return InvalidArgument("rows: ", rows.size(), " floats for ", signs.size(), " signs of dim ",
+                           dim, "; dim floats are needed for each of at most 2^32 - 1 signs");
   }
   const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
   const SetRowsRequest request{{{&block, 1}, signs}, rows};

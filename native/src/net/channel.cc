@@ -54,7 +54,7 @@ void Channel::Close() {
     CloseConnection();
     reconnect_timer_.cancel();
     while (!calls_.empty()) {
-      Complete(calls_.begin()->first, Unavailable(Name() + ": the channel was closed"));
+      Complete(calls_.begin()->first, Unavailable(Name(), ": the channel was closed"));
     }
   });
 }
@@ -81,7 +81,7 @@ void Channel::CallAsync(const MethodId& method, Segments segments, Clock::time_p
 StatusOr<Buffer> Channel::Call(const MethodId& method, const Segments& segments,
                                Clock::time_point deadline) {
   if (OnOwnThread()) {
-    return Internal(peer_ + ": Call() from a callback of its own channel waits for itself");
+    return Internal(peer_, ": Call() from a callback of its own channel waits for itself");
   }
   BlockedCaller caller;
   const auto done = [this, &caller](StatusOr<Buffer> result) {
@@ -181,13 +181,12 @@ void Channel::Submit(PendingCallPtr call) {
   PendingCall& pending = *(calls_[id] = std::move(call));
   num_calls_.Add();
   if (pending.async) ++num_async_;
-  if (closed_) return Complete(id, Unavailable(Name() + ": the channel was closed"));
+  if (closed_) return Complete(id, Unavailable(Name(), ": the channel was closed"));
   const uint64_t size_bytes = pending.segments.size_bytes();
   if (size_bytes > max_body_bytes_) {
     return Complete(
-        id, InvalidArgument(Name() + ": a request of " + std::to_string(size_bytes) +
-                            " bytes is above the limit of " + std::to_string(max_body_bytes_) +
-                            "; send smaller batches"));
+        id, InvalidArgument(Name(), ": a request of ", size_bytes, " bytes is above the limit of ",
+                            max_body_bytes_, "; send smaller batches"));
   }
   if (pending.deadline <= Clock::now()) return Complete(id, DeadlineStatus(pending));
   WatchDeadline(pending.deadline);
@@ -281,14 +280,13 @@ void Channel::OnDeadlineTimer() {
 // last reason. What the peer said, or why its connection broke, before it fell silent is told: that
 // explains more than the silence.
 Status Channel::DeadlineStatus(const PendingCall& call) const {
-  if (!call.refusal.empty()) return Unavailable(Name() + ": " + call.refusal);
+  if (!call.refusal.empty()) return Unavailable(Name(), ": ", call.refusal);
   if (connected_ && last_failure_.empty()) {
-    return DeadlineExceeded(Name() + ": no answer to " + std::string(call.method.name) +
-                            " within its deadline");
+    return DeadlineExceeded(Name(), ": no answer to ", call.method.name, " within its deadline");
   }
-  if (address_.empty()) return Unavailable(Name() + ": its address is not known yet");
-  return Unavailable(Name() + ": " +
-                     (last_failure_.empty() ? "not connected by the deadline" : last_failure_));
+  if (address_.empty()) return Unavailable(Name(), ": its address is not known yet");
+  return Unavailable(Name(), ": ",
+                     last_failure_.empty() ? "not connected by the deadline" : last_failure_);
 }
 
 // ---- the connection
@@ -363,7 +361,7 @@ void Channel::OnRefused(const std::string& reason) {
   OnBroken(reason);
   std::vector<uint64_t> refused;
   for (const auto& [id, call] : calls_) refused.push_back(id);
-  for (const uint64_t id : refused) Complete(id, PermissionDenied(Name() + ": " + reason));
+  for (const uint64_t id : refused) Complete(id, PermissionDenied(Name(), ": ", reason));
 }
 
 void Channel::OnReply(const FrameHeader& header, Buffer body) {
@@ -388,8 +386,7 @@ void Channel::OnReply(const FrameHeader& header, Buffer body) {
   }
   if (code > StatusCode::kPermissionDenied) {
     return Complete(header.request_id,
-                    Internal(Name() + ": unknown status " + std::to_string(header.status) + ": " +
-                             ToText(body)));
+                    Internal(Name(), ": unknown status ", header.status, ": ", ToText(body)));
   }
   Complete(header.request_id, Status(code, Name() + ": " + ToText(body)));
 }

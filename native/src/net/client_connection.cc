@@ -20,7 +20,7 @@ constexpr uint64_t kMaxHandshakeBytes = 4096;
 
 StatusOr<Address> ParseAddress(const std::string& text) {
   const auto refuse = [&text](const char* why) {
-    return InvalidArgument("address '" + text + "' " + why + "; write host:port");
+    return InvalidArgument("address '", text, "' ", why, "; write host:port");
   };
   // The last colon: an IPv6 address has colons of its own.
   const size_t colon = text.rfind(':');

@@ -150,23 +150,22 @@ Connection::Phase Connection::BodyPhase() const {
 // Why the request that header_ announces is not handled; Ok: it is.
 Status Connection::Refusal() const {
   if (header_.version != kVersion) {
-    return InvalidArgument("protocol version " + std::to_string(header_.version) +
-                           " is not spoken here; this side speaks version " +
-                           std::to_string(kVersion));
+    return InvalidArgument("protocol version ", header_.version,
+                           " is not spoken here; this side speaks version ", kVersion);
   }
   const bool has_identity = server_.options.security.identity != nullptr;
   if (header_.method == kAuthenticate.number && !has_identity) {
-    return PermissionDenied("the server has no identity, and its caller has one; " +
+    return PermissionDenied("the server has no identity, and its caller has one; ",
                             CredentialsRemedy());
   }
   if (!server_.handlers[header_.method]) {
-    return InvalidArgument("method " + std::to_string(header_.method) +
+    return InvalidArgument("method ", header_.method,
                            " is not known here; is this the right server?");
   }
   const MethodId& method = server_.methods[header_.method];
   if (has_identity && !method.callers.Contains(role_)) {
-    return PermissionDenied("role '" + std::string(RoleName(role_)) + "' may not call " +
-                            std::string(method.name) + "; it needs " + method.callers.ToString());
+    return PermissionDenied("role '", RoleName(role_), "' may not call ", method.name,
+                            "; it needs ", method.callers.ToString());
   }
   return Status::Ok();
 }
@@ -297,7 +296,7 @@ void Connection::FinishHandshake(Lock& lock) {
   num_received_ = 0;
   if (!awaited) {
     return Refuse(lock,
-                  PermissionDenied("the caller has sent no credentials; " + CredentialsRemedy()));
+                  PermissionDenied("the caller has sent no credentials; ", CredentialsRemedy()));
   }
   const std::span<const std::byte> message(handshake_bytes_.data(), header_.body_bytes);
   if (!handshake_->greeted()) {
@@ -375,9 +374,8 @@ Clock::time_point Connection::Deadline() const {
 void Connection::Reply(const FrameHeader& request, StatusOr<Segments> reply) {
   if (reply.ok() && reply->size_bytes() > server_.options.max_body_bytes) {
     // Not kResourceExhausted: trying again would not help.
-    reply = InvalidArgument(
-        "a reply of " + std::to_string(reply->size_bytes()) + " bytes is above the limit of " +
-        std::to_string(server_.options.max_body_bytes) + "; ask for less at once");
+    reply = InvalidArgument("a reply of ", reply->size_bytes(), " bytes is above the limit of ",
+                            server_.options.max_body_bytes, "; ask for less at once");
   }
   Lock lock(mutex_);
   held_bytes_ -= request.body_bytes;

@@ -67,15 +67,15 @@ StatusOr<Proof> ClientHandshake::Answer(std::span<const std::byte> challenge) co
   // Without a fresh nonce, an old challenge could be sent once more.
   if (!drawn_) return PermissionDenied("there are no random bytes for a nonce here");
   if (challenge.size() != sizeof(received)) {
-    return PermissionDenied("its challenge has " + std::to_string(challenge.size()) +
-                            " bytes instead of " + std::to_string(sizeof(received)));
+    return PermissionDenied("its challenge has ", challenge.size(), " bytes instead of ",
+                            sizeof(received));
   }
   std::memcpy(&received, challenge.data(), sizeof(received));
   PERSIA_ASSIGN_OR_RETURN(const Proof expected,
                           Prove(key_, kServerLabel, hello_, received.nonce, binding_));
   if (!SameProof(received.proof, expected)) {
-    return PermissionDenied("its key for role '" + std::string(RoleName(hello_.role)) +
-                            "' is not the one of this process: it belongs to another job; " +
+    return PermissionDenied("its key for role '", RoleName(hello_.role),
+                            "' is not the one of this process: it belongs to another job; ",
                             CredentialsRemedy());
   }
   return Prove(key_, kClientLabel, hello_, received.nonce, binding_);
@@ -88,15 +88,15 @@ StatusOr<Challenge> ServerHandshake::OnHello(const Identity& identity,
   if (bytes.size() != sizeof(hello)) return PermissionDenied("the hello has another size");
   std::memcpy(&hello, bytes.data(), sizeof(hello));
   if (hello.version != Hello{}.version) {
-    return PermissionDenied("handshake version " + std::to_string(hello.version) +
+    return PermissionDenied("handshake version ", hello.version,
                             " is not known here; this side speaks version 1");
   }
   role_ = hello.role;
   const auto found = identity.accepted.find(hello.role);
   if (found == identity.accepted.end()) {
-    return PermissionDenied("role '" + std::string(RoleName(hello.role)) +
-                            "' may not connect to a process of role '" +
-                            std::string(RoleName(identity.role)) + "'");
+    return PermissionDenied("role '", RoleName(hello.role),
+                            "' may not connect to a process of role '", RoleName(identity.role),
+                            "'");
   }
   Challenge challenge;
   if (!Draw(&challenge.nonce)) return Internal("no random bytes for a challenge");
@@ -110,8 +110,8 @@ StatusOr<Challenge> ServerHandshake::OnHello(const Identity& identity,
 
 Status ServerHandshake::OnProof(std::span<const std::byte> proof) const {
   if (greeted_ && SameProof(proof, expected_)) return Status::Ok();
-  return PermissionDenied("the key of role '" + std::string(RoleName(role_)) +
-                          "' is not the one of this job; " + CredentialsRemedy());
+  return PermissionDenied("the key of role '", RoleName(role_), "' is not the one of this job; ",
+                          CredentialsRemedy());
 }
 
 }  // namespace persia::net

@@ -23,17 +23,15 @@ StatusOr<FrameHeader> DecodeHeader(std::span<const std::byte, kHeaderBytes> byte
   FrameHeader header;
   std::memcpy(&header, bytes.data(), kHeaderBytes);
   if (header.magic != kMagic) {
-    return Corruption("frame: magic is " + std::to_string(header.magic) + " instead of " +
-                      std::to_string(kMagic) + "; the peer does not speak this protocol");
+    return Corruption("frame: magic is ", header.magic, " instead of ", kMagic,
+                      "; the peer does not speak this protocol");
   }
   if (header.kind != FrameKind::kRequest && header.kind != FrameKind::kReply) {
-    return Corruption("frame: kind is " + std::to_string(static_cast<int>(header.kind)) +
-                      "; it must be 1 or 2");
+    return Corruption("frame: kind is ", static_cast<int>(header.kind), "; it must be 1 or 2");
   }
   if (header.body_bytes > max_body_bytes) {
-    return Corruption("frame: a body of " + std::to_string(header.body_bytes) +
-                      " bytes is above the limit of " + std::to_string(max_body_bytes) +
-                      "; send smaller batches");
+    return Corruption("frame: a body of ", header.body_bytes, " bytes is above the limit of ",
+                      max_body_bytes, "; send smaller batches");
   }
   return header;
 }

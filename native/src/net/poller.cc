@@ -34,7 +34,7 @@ Status Poller::Open() {
   if (epoll_.get() < 0 || stop_.get() < 0 || timer_.get() < 0 ||
       ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, stop_.get(), &for_all) != 0 ||
       !Add(timer_.get(), kTimerTag, EPOLLIN)) {
-    return IOError("cannot wait for connections: " + std::system_category().message(errno));
+    return IOError("cannot wait for connections: ", std::system_category().message(errno));
   }
   return Status::Ok();
 }

@@ -42,7 +42,7 @@ bool HasWaiting(int listener) {
 }
 
 Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
-  return IOError("cannot listen on " + host + ":" + std::to_string(port) + ": " + reason);
+  return IOError("cannot listen on ", host, ":", port, ": ", reason);
 }
 
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
@@ -304,7 +304,7 @@ StatusOr<Segments> Server::RunHandler(const Request& request) {
     return state_.handlers[request.header.method](request.body,
                                                   {request.deadline, request.connection->role()});
   } catch (const std::exception& e) {
-    return Internal("method " + std::to_string(request.header.method) + ": " + e.what());
+    return Internal("method ", request.header.method, ": ", e.what());
   }
 }
 

@@ -35,8 +35,8 @@ std::string TakeError() {
 }
 
 Status CannotUse(const char* what, const std::string& path) {
-  return InvalidArgument(std::string("tls: ") + what + " '" + path + "' cannot be used: " +
-                         TakeError() + "; give a PEM file that this process may read");
+  return InvalidArgument("tls: ", what, " '", path, "' cannot be used: ", TakeError(),
+                         "; give a PEM file that this process may read");
 }
 
 // A socket as OpenSSL sees it. Its own kind would raise SIGPIPE where the peer has gone.
@@ -98,7 +98,7 @@ StatusOr<std::shared_ptr<TlsFiles>> TlsFiles::Load(std::string certificate, std:
 
 StatusOr<std::shared_ptr<SSL_CTX>> TlsFiles::Read() const {
   std::shared_ptr<SSL_CTX> context(SSL_CTX_new(TLS_method()), SSL_CTX_free);
-  if (context == nullptr) return Internal("tls: " + TakeError());
+  if (context == nullptr) return Internal("tls: ", TakeError());
   SSL_CTX_set_min_proto_version(context.get(), TLS1_3_VERSION);
   SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
   // Frames are gathered again after a blocked write, at another address.

@@ -29,8 +29,7 @@ class PmemBacking final : public Backing {
   // Reading a mapping beyond the file's end would end the process by a signal.
   Status Read(uint64_t offset, std::span<std::byte> out) const override {
     if (offset + out.size() > size()) {
-      return Corruption("pool " + file_->path() + " ends before byte " +
-                        std::to_string(offset + out.size()) +
+      return Corruption("pool ", file_->path(), " ends before byte ", offset + out.size(),
                         "; it was cut short: remove it and load a checkpoint");
     }
     std::memcpy(out.data(), data_ + offset, out.size());
@@ -91,7 +90,7 @@ bool HasPmem() { return true; }
 StatusOr<std::unique_ptr<Backing>> MapPmem(std::unique_ptr<PoolFile> file, uint64_t map_bytes) {
   void* data = Map(file->fd(), map_bytes);
   if (data == MAP_FAILED) {
-    return IOError("cannot map " + std::to_string(map_bytes) + " bytes of " + file->path() + ": " +
+    return IOError("cannot map ", map_bytes, " bytes of ", file->path(), ": ",
                    std::strerror(errno));
   }
   return std::unique_ptr<Backing>(
@@ -103,7 +102,7 @@ StatusOr<std::unique_ptr<Backing>> MapPmem(std::unique_ptr<PoolFile> file, uint6
 bool HasPmem() { return false; }
 
 StatusOr<std::unique_ptr<Backing>> MapPmem(std::unique_ptr<PoolFile> file, uint64_t) {
-  return FailedPrecondition("pool " + file->path() +
+  return FailedPrecondition("pool ", file->path(),
                             " was asked for as pmem, but this build of persia has no libpmem; use "
                             "kind file, or install libpmem-dev and build persia again");
 }

@@ -21,7 +21,7 @@ std::string PartialPathOf(const std::string& directory) { return directory + "/r
 
 Status SystemError(const std::string& what, const std::string& path) {
   const int error = errno;
-  return IOError(what + " " + path + ": " + std::strerror(error));
+  return IOError(what, " ", path, ": ", std::strerror(error));
 }
 
 Status SyncPath(const std::string& path, int flags) {
@@ -40,13 +40,13 @@ PoolFile::~PoolFile() { ::close(fd_); }
 // The lock is taken before the file is emptied: another process may be making the pool just now.
 StatusOr<std::unique_ptr<PoolFile>> PoolFile::Create(const std::string& directory, bool syncs) {
   if (::access(PathOf(directory).c_str(), F_OK) == 0) {
-    return FailedPrecondition("there is a pool in " + directory + "; open it, or remove " +
-                              PathOf(directory) + " to begin anew");
+    return FailedPrecondition("there is a pool in ", directory, "; open it, or remove ",
+                              PathOf(directory), " to begin anew");
   }
   const std::string partial = PartialPathOf(directory);
   const int fd = ::open(partial.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
   if (fd < 0) {
-    return errno == ENOENT ? NotFound("no directory " + directory + "; make it, or correct path")
+    return errno == ENOENT ? NotFound("no directory ", directory, "; make it, or correct path")
                            : SystemError("cannot create", partial);
   }
   std::unique_ptr<PoolFile> file(new PoolFile(fd, directory, syncs));
@@ -71,7 +71,7 @@ StatusOr<std::unique_ptr<PoolFile>> PoolFile::Open(const std::string& directory,
   const int fd = ::open(path.c_str(), mode | O_CLOEXEC);
   if (fd < 0) {
     return errno == ENOENT
-               ? NotFound("no pool in " + directory + ": there is no " + path + "; create one")
+               ? NotFound("no pool in ", directory, ": there is no ", path, "; create one")
                : SystemError("cannot open", path);
   }
   std::unique_ptr<PoolFile> file(new PoolFile(fd, directory, syncs));
@@ -87,7 +87,7 @@ StatusOr<std::unique_ptr<PoolFile>> PoolFile::Open(const std::string& directory,
 Status PoolFile::Lock() const {
   if (::flock(fd_, LOCK_EX | LOCK_NB) == 0) return Status::Ok();
   if (errno != EWOULDBLOCK) return SystemError("cannot lock", path_);
-  return Unavailable("pool " + path_ +
+  return Unavailable("pool ", path_,
                      " is in use; stop the server that has it, or give each its own directory");
 }
 
@@ -98,7 +98,7 @@ Status PoolFile::Read(uint64_t offset, std::span<std::byte> out) const {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return SystemError("cannot read", path_);
     if (count == 0) {
-      return Corruption("pool " + path_ + " ends before byte " + std::to_string(offset) +
+      return Corruption("pool ", path_, " ends before byte ", offset,
                         "; it was cut short: remove it and load a checkpoint");
     }
     out = out.subspan(static_cast<size_t>(count));
@@ -156,8 +156,8 @@ Status PoolFile::Grow(uint64_t size) {
   const int error =
       ::posix_fallocate(fd_, static_cast<off_t>(old_size), static_cast<off_t>(size - old_size));
   if (error == ENOSPC || error == EFBIG || error == EDQUOT) {
-    return ResourceExhausted("no room on the device for pool " + path_ + " to grow to " +
-                             std::to_string(size) + " bytes: " + std::strerror(error));
+    return ResourceExhausted("no room on the device for pool ", path_, " to grow to ", size,
+                             " bytes: ", std::strerror(error));
   }
   if (error != 0) {
     errno = error;

@@ -42,8 +42,8 @@ uint64_t CheckOf(const Copy& copy) {
 StatusOr<PoolHeader> Decode(const Copy& copy) {
   if (copy.magic != kMagic) return Corruption("the file is no pool of persia");
   if (copy.format_version != kFormatVersion) {
-    return FailedPrecondition("the pool has format version " + std::to_string(copy.format_version) +
-                              ", and this build reads version " + std::to_string(kFormatVersion) +
+    return FailedPrecondition("the pool has format version ", copy.format_version,
+                              ", and this build reads version ", kFormatVersion,
                               "; export it to a checkpoint with the build that wrote it");
   }
   if (copy.check != CheckOf(copy) || copy.schema_bytes > PoolHeader::kMaxSchemaBytes) {
@@ -79,8 +79,8 @@ uint64_t CheckOf(const Extent& extent, uint64_t filling_id, uint64_t offset) {
 
 StatusOr<PoolHeader> ReadHeader(const Backing& backing) {
   if (backing.size() < PoolHeader::kBytes) {
-    return Corruption("a pool has at least " + std::to_string(PoolHeader::kBytes) +
-                      " bytes, and this file has " + std::to_string(backing.size()));
+    return Corruption("a pool has at least ", PoolHeader::kBytes, " bytes, and this file has ",
+                      backing.size());
   }
   auto first = ReadCopy(backing, 0);
   auto second = ReadCopy(backing, 1);
@@ -109,9 +109,8 @@ Status WriteHeader(PoolHeader* header, Backing* backing) {
 // Less would void extents that have rows.
 Status RaiseSize(uint64_t size_bytes, PoolHeader* header) {
   if (size_bytes < header->size_bytes) {
-    return InvalidArgument("size_bytes is " + std::to_string(size_bytes) +
-                           ", and the pool was made with " + std::to_string(header->size_bytes) +
-                           "; pools only grow");
+    return InvalidArgument("size_bytes is ", size_bytes, ", and the pool was made with ",
+                           header->size_bytes, "; pools only grow");
   }
   header->size_bytes = size_bytes;
   return Status::Ok();

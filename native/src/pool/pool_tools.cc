@@ -78,9 +78,9 @@ Status CommitPool(const std::string& directory, const PreparedCheckpoint& checkp
   PERSIA_ASSIGN_OR_RETURN(OpenFile pool, Open(directory, PoolFile::Access::kExclusive));
   PoolHeader& header = pool.header;
   if (header.pool_id != checkpoint.pool_id || header.sequence != checkpoint.sequence) {
-    return FailedPrecondition("the pool in " + directory +
-                              " was changed or opened since it prepared the checkpoint of batch " +
-                              std::to_string(checkpoint.batch) + ", which is undone");
+    return FailedPrecondition("the pool in ", directory,
+                              " was changed or opened since it prepared the checkpoint of batch ",
+                              checkpoint.batch, ", which is undone");
   }
   header.committed = checkpoint.batch;
   header.num_rows = checkpoint.num_rows;

@@ -25,18 +25,17 @@ Status RowPool::Fail(Status status) {
 Status RowPool::CheckSize(uint32_t dim, uint32_t state_floats) const {
   const uint64_t room = extent_bytes_ - ExtentHeader::kBytes;
   if (dim != 0 && CellBytes(size_t{dim} + state_floats) <= room) return Status::Ok();
-  return InvalidArgument(
-      "a row of dim " + std::to_string(dim) + " with " + std::to_string(state_floats) +
-      " floats of state does not fit an extent of the pool, which has " + std::to_string(room) +
-      " bytes; lower the dim, or make a pool of larger extent_bytes");
+  return InvalidArgument("a row of dim ", dim, " with ", state_floats,
+                         " floats of state does not fit an extent of the pool, which has ", room,
+                         " bytes; lower the dim, or make a pool of larger extent_bytes");
 }
 
 Status RowPool::CheckWrite(const RowWrite& row) const {
   const RowHead& head = row.head;
   PERSIA_RETURN_IF_ERROR(CheckSize(head.dim, head.state_floats));
   if (head.version <= committed_ || head.version >= RowRecord::kNever) {
-    return Internal("a row of batch " + std::to_string(head.version) +
-                    " is written behind the checkpoint of batch " + std::to_string(committed_));
+    return Internal("a row of batch ", head.version, " is written behind the checkpoint of batch ",
+                    committed_);
   }
   return Status::Ok();
 }
@@ -48,10 +47,9 @@ std::optional<uint64_t> RowPool::TakeCell(uint32_t cell_bytes, Status* status) {
   auto extent = cells_.Assign(cell_bytes);
   if (!extent) {
     const uint64_t size = cells_.end_of_extents() + extent_bytes_;
-    *status = size <= max_bytes_
-                  ? backing_->Grow(size)
-                  : ResourceExhausted("the pool is full: size_bytes is " +
-                                      std::to_string(max_bytes_) + "; grow the pool");
+    *status = size <= max_bytes_ ? backing_->Grow(size)
+                                 : ResourceExhausted("the pool is full: size_bytes is ", max_bytes_,
+                                                     "; grow the pool");
     if (!status->ok()) return std::nullopt;
     cells_.AddExtent();
     extent = cells_.Assign(cell_bytes);
@@ -210,8 +208,7 @@ StatusOr<std::vector<RowPool::Version>> RowPool::FindLiving(
     const RowRecord& record = versions[i].record;
     if (row.address == kNoAddress) continue;
     if (record.head.sign != row.sign || record.HasEnded() || record.head.version > row.version) {
-      return Corruption("the pool has no living row of sign " + std::to_string(row.sign) +
-                        " at offset " + std::to_string(row.address) +
+      return Corruption("the pool has no living row of sign ", row.sign, " at offset ", row.address,
                         "; its file was damaged: remove it and load a checkpoint");
     }
   }
@@ -261,8 +258,8 @@ Status RowPool::Read(uint64_t address, uint64_t sign, RowHead* head,
     mapped = copy.data();
   }
   if (Decode({mapped, cell_bytes}, address, sign, head, values)) return Status::Ok();
-  return Corruption("the row of sign " + std::to_string(sign) + " at offset " +
-                    std::to_string(address) + " of the pool is damaged; load a checkpoint");
+  return Corruption("the row of sign ", sign, " at offset ", address,
+                    " of the pool is damaged; load a checkpoint");
 }
 
 bool RowPool::Decode(std::span<const std::byte> cell, uint64_t address, uint64_t sign,
@@ -319,13 +316,12 @@ Status RowPool::BeginCheckpoint(uint64_t batch) {
   std::lock_guard lock(mutex_);
   const uint64_t last = last_checkpoint_;
   if (batch <= last || batch < newest_ || batch >= RowRecord::kNever) {
-    return InvalidArgument("a checkpoint of batch " + std::to_string(batch) +
-                           " was asked for after one of batch " + std::to_string(last) +
-                           " and rows of batch " + std::to_string(newest_) +
+    return InvalidArgument("a checkpoint of batch ", batch, " was asked for after one of batch ",
+                           last, " and rows of batch ", newest_,
                            "; checkpoints have ascending numbers and begin before later batches");
   }
   if (pending_.size() == max_pending_) {
-    return ResourceExhausted(std::to_string(max_pending_) +
+    return ResourceExhausted(max_pending_,
                              " checkpoints are pending, as many as may be; wait until one is "
                              "committed");
   }
@@ -363,7 +359,7 @@ Status RowPool::DropCheckpoint(uint64_t batch) {
   const auto dropped = std::find_if(pending_.begin(), pending_.end(),
                                     [&](const Pending& pending) { return pending.batch == batch; });
   if (dropped == pending_.end()) {
-    return InvalidArgument("no checkpoint of batch " + std::to_string(batch) + " is pending");
+    return InvalidArgument("no checkpoint of batch ", batch, " is pending");
   }
   const int64_t new_rows = dropped->new_rows;
   const auto next = pending_.erase(dropped);
@@ -375,8 +371,7 @@ Status RowPool::DropCheckpoint(uint64_t batch) {
 StatusOr<PoolHeader> RowPool::HeaderAt(uint64_t batch) const {
   std::lock_guard lock(mutex_);
   if (pending_.empty() || pending_.front().batch != batch) {
-    return InvalidArgument("batch " + std::to_string(batch) +
-                           " is not the oldest pending checkpoint");
+    return InvalidArgument("batch ", batch, " is not the oldest pending checkpoint");
   }
   PoolHeader header = header_;
   header.committed = batch;

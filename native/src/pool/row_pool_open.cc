@@ -15,21 +15,20 @@ constexpr uint64_t kMinExtentBytes = 4096;
 
 Status CheckSchema(const std::string& schema) {
   if (schema.size() <= PoolHeader::kMaxSchemaBytes) return Status::Ok();
-  return InvalidArgument("the description of a pool's rows has " + std::to_string(schema.size()) +
-                         " bytes; a pool remembers at most " +
-                         std::to_string(PoolHeader::kMaxSchemaBytes));
+  return InvalidArgument("the description of a pool's rows has ", schema.size(),
+                         " bytes; a pool remembers at most ", PoolHeader::kMaxSchemaBytes);
 }
 
 // Of a new pool.
 Status CheckOptions(const PoolOptions& options) {
   if (options.extent_bytes < kMinExtentBytes || options.extent_bytes % kMinExtentBytes != 0) {
-    return InvalidArgument("extent_bytes is " + std::to_string(options.extent_bytes) +
-                           "; give a multiple of " + std::to_string(kMinExtentBytes));
+    return InvalidArgument("extent_bytes is ", options.extent_bytes, "; give a multiple of ",
+                           kMinExtentBytes);
   }
   const uint64_t least = PoolHeader::kBytes + options.extent_bytes;
   if (options.size_bytes < least) {
-    return InvalidArgument("size_bytes is " + std::to_string(options.size_bytes) +
-                           ", too small for a pool; give at least " + std::to_string(least));
+    return InvalidArgument("size_bytes is ", options.size_bytes,
+                           ", too small for a pool; give at least ", least);
   }
   return CheckSchema(options.schema);
 }
@@ -38,8 +37,8 @@ Status CheckOptions(const PoolOptions& options) {
 Status MergeSchema(const std::string& schema, PoolHeader* header) {
   if (schema.empty() || schema == header->schema) return Status::Ok();
   if (!header->schema.empty()) {
-    return FailedPrecondition("the pool's rows are of another schema: it has " + header->schema +
-                              ", and " + schema +
+    return FailedPrecondition("the pool's rows are of another schema: it has ", header->schema,
+                              ", and ", schema,
                               " is wanted; export it to a checkpoint, or give another path");
   }
   PERSIA_RETURN_IF_ERROR(CheckSchema(schema));
@@ -128,9 +127,8 @@ StatusOr<std::unique_ptr<RowPool>> RowPool::Recover(std::unique_ptr<Backing> bac
       RecoverRows(header, &threads, visit, pool->backing_.get(), &pool->cells_, &extent_ids));
   std::copy(extent_ids.begin(), extent_ids.end(), pool->extent_ids_.get());
   if (num_rows != header.num_rows) {
-    return Corruption("the pool had " + std::to_string(header.num_rows) +
-                      " rows at its checkpoint of batch " + std::to_string(header.committed) +
-                      ", and " + std::to_string(num_rows) +
+    return Corruption("the pool had ", header.num_rows, " rows at its checkpoint of batch ",
+                      header.committed, ", and ", num_rows,
                       " are there; its file was damaged: remove it and load a checkpoint");
   }
   PERSIA_RETURN_IF_ERROR(pool->WriteHeaderDurably(std::move(header)));

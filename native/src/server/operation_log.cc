@@ -48,8 +48,8 @@ Status OperationLog::CheckMessage(const ReplicateRequest& message) const {
         "one of them was replaced");
   }
   if (state_ == State::kFollowing) return Status::Ok();
-  return FailedPrecondition(NameOf(state_) +
-                            (failure_.ok() ? std::string() : ": " + failure_.message()));
+  return FailedPrecondition(NameOf(state_),
+                            failure_.ok() ? std::string() : ": " + failure_.message());
 }
 
 Status OperationLog::Take(const ReplicateRequest& message, net::Clock::time_point deadline) {
@@ -79,13 +79,12 @@ Status OperationLog::Add(std::unique_lock<std::mutex>* lock, const ReplicateRequ
   if (number < num_received_) return Status::Ok();
   PERSIA_RETURN_IF_ERROR(CheckMessage(message));
   if (!is_in_turn) {
-    return DeadlineExceeded("operation " + std::to_string(number) + " waits for " +
-                            std::to_string(num_received_));
+    return DeadlineExceeded("operation ", number, " waits for ", num_received_);
   }
   if (!operations_.empty() && bytes_ >= options_.max_bytes) {
     const std::string full = "operations of " + std::to_string(bytes_) + " bytes wait already";
     if (has_copy_) return Unavailable(full);
-    BecomeUnfit(ResourceExhausted(full + ", and the copy of the rows is not complete"));
+    BecomeUnfit(ResourceExhausted(full, ", and the copy of the rows is not complete"));
     return CheckMessage(message);
   }
   Buffer body(message.body.size());
@@ -118,8 +117,8 @@ Status OperationLog::BeginTakeOver(bool has_ended) {
   const std::lock_guard lock(mutex_);
   if (state_ == State::kTakenOver) return Status::Ok();
   if (state_ != State::kFollowing) {
-    return FailedPrecondition(NameOf(state_) +
-                              (failure_.ok() ? std::string() : ": " + failure_.message()));
+    return FailedPrecondition(NameOf(state_),
+                              failure_.ok() ? std::string() : ": " + failure_.message());
   }
   if (!has_copy_ || !heard_at_.has_value()) {
     return FailedPrecondition("this standby does not have all rows of its primary yet");

@@ -62,9 +62,8 @@ void AddStoreMetrics(const store::StoreStats& store, Metrics* metrics) {
 
 StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options& options) {
   if (options.replica_index >= options.replica_size) {
-    return InvalidArgument("replica_index is " + std::to_string(options.replica_index) +
-                           "; with replica_size " + std::to_string(options.replica_size) +
-                           " it must be below that");
+    return InvalidArgument("replica_index is ", options.replica_index, "; with replica_size ",
+                           options.replica_size, " it must be below that");
   }
   PERSIA_ASSIGN_OR_RETURN(auto rows, options.tier
                                          ? store::EmbeddingStore::Open(options.store, *options.tier)
@@ -92,9 +91,8 @@ ParameterServer::ParameterServer(const Options& options,
         // A small request can ask for a huge reply: the limit holds before it is allocated.
         const uint64_t num_floats = request.blocks.num_floats();
         if (num_floats <= options_.rpc.max_body_bytes / sizeof(float)) return Lookup(request);
-        return InvalidArgument("the rows asked for have " + std::to_string(num_floats) +
-                               " floats, more than a reply of " +
-                               std::to_string(options_.rpc.max_body_bytes) +
+        return InvalidArgument("the rows asked for have ", num_floats,
+                               " floats, more than a reply of ", options_.rpc.max_body_bytes,
                                " bytes holds; ask for fewer signs at once");
       },
       &decode_times_);
@@ -177,7 +175,7 @@ std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
   const auto apply = [this](uint8_t method, const Buffer& body) {
     const auto operation = operations_.find(method);
     if (operation == operations_.end()) {
-      return FailedPrecondition("no operation has the method " + std::to_string(method));
+      return FailedPrecondition("no operation has the method ", method);
     }
     try {
       return operation->second(body, CallContext{net::Clock::time_point::max()}).status();
@@ -209,7 +207,7 @@ Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
                         : rows.min_norm > 0.0f         ? "min_norm"
                                                        : nullptr;
     if (field == nullptr) return Status::Ok();
-    return FailedPrecondition(std::string(field) +
+    return FailedPrecondition(field,
                               " is set, and parameter servers with standbys do not support it: "
                               "leave it out, or set standbys to 0");
   };
@@ -223,8 +221,8 @@ Status ParameterServer::CheckAllowed(const MethodId& method, Access access) cons
   if (is_standby_) return Unavailable("this parameter server is a standby");
   if (!options_.read_only) return Status::Ok();
   if (access == Access::kChangesRows) {
-    return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): " +
-                              std::string(method.name) + " would change its rows");
+    return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): ",
+                              method.name, " would change its rows");
   }
   if (!loaded_) return Unavailable("this parameter server still loads its checkpoint");
   return Status::Ok();
@@ -265,7 +263,7 @@ StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& requ
   // 0.
   if (request.lookup.incarnation == incarnation_ &&
       request.lookup.update_counter > num_updates_.value()) {
-    return InvalidArgument("lookup_counter is " + std::to_string(request.lookup.update_counter) +
+    return InvalidArgument("lookup_counter is ", request.lookup.update_counter,
                            ", ahead of the server's; send the one that the lookup returned");
   }
   bool repeated = false;

@@ -63,8 +63,7 @@ Status RowCopy::SendRows(const Send& send) {
   }
   PERSIA_RETURN_IF_ERROR(send_piece(0));
   if (writer.num_rows() == rows_->num_rows()) return Status::Ok();
-  return Internal("the copy has " + std::to_string(writer.num_rows()) + " of " +
-                  std::to_string(rows_->num_rows()) + " rows");
+  return Internal("the copy has ", writer.num_rows(), " of ", rows_->num_rows(), " rows");
 }
 
 Status RowReceiver::Take(ReplicateKind kind, std::span<const std::byte> body) {

@@ -140,7 +140,7 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
     return Unavailable("the standby is slow: too many operations wait for it");
   }
   // Again, under the lock: what is applied below is sent, or was never to be.
-  if (state_ == State::kBroken) return Unavailable("the link to the standby broke: " + reason());
+  if (state_ == State::kBroken) return Unavailable("the link to the standby broke: ", reason());
   PERSIA_RETURN_IF_ERROR(state_ == State::kFenced ? Unavailable(reason()) : Status::Ok());
   auto reply = ApplyHere(apply);
   // What was refused has changed nothing, so the standby does not need it.
@@ -167,14 +167,14 @@ StatusOr<Segments> StandbyLink::Run(const MethodId& method, const Buffer& body,
   lock.lock();
   --num_waiting_;
   has_place_.notify_all();
-  if (!taken.ok()) return Unavailable("the standby has not taken the operation: " + reason());
+  if (!taken.ok()) return Unavailable("the standby has not taken the operation: ", reason());
   return reply;
 }
 
 // What fails within, rather than being refused, may have changed some rows: the standby's differ.
 StatusOr<Segments> StandbyLink::ApplyHere(const std::function<StatusOr<Segments>()>& apply) {
   const auto may_be_applied_in_part = [this, channel = channel_](const std::string& failure) {
-    if (channel != nullptr) Break(channel, Internal("an operation failed here: " + failure));
+    if (channel != nullptr) Break(channel, Internal("an operation failed here: ", failure));
   };
   try {
     auto reply = apply();

@@ -12,7 +12,7 @@ StatusOr<UpdateResult> WithoutThrowing(const std::function<StatusOr<UpdateResult
   try {
     return apply();
   } catch (const std::exception& e) {
-    return Internal(std::string("the update failed: ") + e.what());
+    return Internal("the update failed: ", e.what());
   }
 }
 
@@ -24,7 +24,7 @@ StatusOr<UpdateResult> UpdateDeduplicator::Once(
   const std::pair id(key.worker_incarnation, key.reference);
   std::unique_lock lock(mutex_);
   if (!applied_.wait_until(lock, deadline, [&] { return !applying_.contains(id); })) {
-    return DeadlineExceeded("reference " + std::to_string(key.reference) +
+    return DeadlineExceeded("reference ", key.reference,
                             ": the same update is still being applied");
   }
   const auto known = Find(key);

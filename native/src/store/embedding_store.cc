@@ -10,8 +10,7 @@ namespace persia::store {
 namespace {
 
 Status RefuseOption(std::string_view field, uint64_t value, std::string_view remedy) {
-  return InvalidArgument(std::string(field) + " is " + std::to_string(value) + "; " +
-                         std::string(remedy));
+  return InvalidArgument(field, " is ", value, "; ", remedy);
 }
 
 Status CheckCache(const TierOptions& tier, uint32_t num_shards) {

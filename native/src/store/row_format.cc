@@ -21,8 +21,7 @@ StatusOr<RowDtype> RowDtypeOf(std::string_view name) {
   if (name == "float32") return RowDtype::kFloat32;
   if (name == "float16") return RowDtype::kFloat16;
   if (name == "bfloat16") return RowDtype::kBfloat16;
-  return InvalidArgument("row_dtype is '" + std::string(name) +
-                         "'; choose float32, float16 or bfloat16");
+  return InvalidArgument("row_dtype is '", name, "'; choose float32, float16 or bfloat16");
 }
 
 RowFormat::RowFormat(RowDtype dtype) : dtype_(dtype), narrow_(NarrowRowsOf(dtype)) {}

@@ -92,13 +92,13 @@ std::string ReplaceableFieldThatDiffers(const RowConfig& a, const RowConfig& b) 
 Status CheckRows(const std::string& where, const RowConfig& old_rows, const RowConfig& new_rows,
                  bool replace) {
   if (const auto field = FixedFieldThatDiffers(old_rows, new_rows); !field.empty()) {
-    return FailedPrecondition(where + field +
+    return FailedPrecondition(where, field,
                               " differs from the configuration that the existing rows were made "
                               "with; clear the rows first, or use the same");
   }
   const auto field = ReplaceableFieldThatDiffers(old_rows, new_rows);
   if (replace || field.empty()) return Status::Ok();
-  return FailedPrecondition(where + field +
+  return FailedPrecondition(where, field,
                             " differs from the configuration in use; ask for a replacement to "
                             "change it while there are rows, or use the same");
 }
@@ -292,8 +292,7 @@ Status CheckChange(const TrainConfig& old_config, const TrainConfig& new_config,
   const uint32_t old_bits = old_config.feature_index_prefix_bit;
   const uint32_t new_bits = new_config.feature_index_prefix_bit;
   if (old_bits != 0 && new_bits != 0 && old_bits != new_bits) {
-    return FailedPrecondition("feature_index_prefix_bit was " + std::to_string(old_bits) +
-                              " and is " + std::to_string(new_bits) +
+    return FailedPrecondition("feature_index_prefix_bit was ", old_bits, " and is ", new_bits,
                               "; clear the rows first, or use the same");
   }
   PERSIA_RETURN_IF_ERROR(CheckRows("", old_config, new_config, replace));

@@ -21,15 +21,13 @@ Status SignsByShard::AddBlocks(std::span<const RowBlock> blocks) {
   uint64_t rows = 0, floats = 0;
   for (const RowBlock& block : blocks) {
     if (block.dim == 0 || block.dim > kMaxDim) {
-      return InvalidArgument("dim is " + std::to_string(block.dim) + "; give one from 1 to " +
-                             std::to_string(kMaxDim));
+      return InvalidArgument("dim is ", block.dim, "; give one from 1 to ", kMaxDim);
     }
     blocks_.push_back({.first_row = rows, .first_float = floats, .dim = block.dim});
     rows += block.signs.size();
     floats += block.signs.size() * block.dim;
     if (rows > std::numeric_limits<uint32_t>::max()) {
-      return InvalidArgument("the request has " + std::to_string(rows) +
-                             " rows; send fewer than 2^32 at once");
+      return InvalidArgument("the request has ", rows, " rows; send fewer than 2^32 at once");
     }
   }
   keys_.resize(rows);
@@ -87,7 +85,7 @@ std::span<const Run> SignsByShard::RunsOf(uint32_t shard) {
 Status SharedFeatures::Occupy(const char* by) {
   const char* holder = nullptr;
   if (occupied_by_.compare_exchange_strong(holder, by)) return Status::Ok();
-  return FailedPrecondition(std::string(holder) + " of this store is under way, and so " + by +
+  return FailedPrecondition(holder, " of this store is under way, and so ", by,
                             " cannot begin; close it first");
 }
 
@@ -125,10 +123,8 @@ std::optional<TrainConfig> ShardSet::config() const {
 Status ShardSet::CheckCapacities(const RowPolicies& policies) const {
   for (const auto& [group, capacity] : policies.capacities()) {
     if (capacity >= shards_.size()) continue;
-    return InvalidArgument("feature group " + std::to_string(group) + ": capacity is " +
-                           std::to_string(capacity) + "; give at least " +
-                           std::to_string(shards_.size()) +
-                           ", one row for each internal shard, or fewer shards");
+    return InvalidArgument("feature group ", group, ": capacity is ", capacity, "; give at least ",
+                           shards_.size(), ", one row for each internal shard, or fewer shards");
   }
   return Status::Ok();
 }

@@ -94,8 +94,8 @@ Status SnapshotBudget::FailedStatus() const {
   const std::lock_guard lock(mutex_);
   if (!why_failed_.ok()) return why_failed_;
   return ResourceExhausted(
-      "the snapshot was given up: training changed rows faster than it was read, more than " +
-      std::to_string(limit_bytes_) +
+      "the snapshot was given up: training changed rows faster than it was read, more than ",
+      limit_bytes_,
       " bytes of them were waiting and held up training too long; read it faster or by more "
       "threads, or allow more bytes or patience");
 }

@@ -34,7 +34,7 @@ StatusOr<std::unique_ptr<StoreSnapshot>> StoreSnapshot::TakeChanges(EmbeddingSto
     const std::unique_lock lock(shards.mutex());
     auto changes = shards.ReplaceChanges(std::move(next));
     if (changes->has_overflowed()) {
-      return ResourceExhausted("more than " + std::to_string(max_rows) +
+      return ResourceExhausted("more than ", max_rows,
                                " rows changed since changes were last taken, and it is not known "
                                "which; take a full snapshot, which the next changes follow");
     }

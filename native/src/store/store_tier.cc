@@ -28,10 +28,10 @@ Status CheckShape(const RowPolicies& policies, const pool::RowHead& head) {
   if (shape.state_floats == head.state_floats && shape.has_scalar == (head.has_scalar != 0)) {
     return Status::Ok();
   }
-  return Corruption("the pool's row of sign " + std::to_string(head.sign) + " has dim " +
-                    std::to_string(head.dim) + " and " + std::to_string(head.state_floats) +
-                    " floats of optimizer state, and by the file rules beside the pool it has " +
-                    std::to_string(shape.state_floats) +
+  return Corruption("the pool's row of sign ", head.sign, " has dim ", head.dim, " and ",
+                    head.state_floats,
+                    " floats of optimizer state, and by the file rules beside the pool it has ",
+                    shape.state_floats,
                     "; the file is of other rows: put the right one there, or remove both and "
                     "load a checkpoint");
 }
@@ -146,9 +146,8 @@ StatusOr<std::optional<TrainConfig>> StoreTier::RecoverConfig(const std::string&
   if (!rules.has_value()) return std::optional<TrainConfig>();
   if (rules->pool_id != pool.pool_id) {
     if (pool.num_rows == 0) return std::optional<TrainConfig>();
-    return Corruption("the file rules in " + directory + " is of the pool with pool_id " +
-                      std::to_string(rules->pool_id) + ", and the pool beside it has pool_id " +
-                      std::to_string(pool.pool_id) +
+    return Corruption("the file rules in ", directory, " is of the pool with pool_id ",
+                      rules->pool_id, ", and the pool beside it has pool_id ", pool.pool_id,
                       "; put its own there, or remove both and load a checkpoint");
   }
   const std::unique_lock lock(shards_.mutex());
@@ -167,7 +166,7 @@ StatusOr<std::unique_ptr<pool::RowPool>> StoreTier::OpenPool(const TierOptions& 
   const auto add = [&](std::span<const pool::RecoveredRow> rows) {
     Status status = shards_.IsConfigured()
                         ? Status::Ok()
-                        : Corruption("the pool in " + options.directory +
+                        : Corruption("the pool in ", options.directory,
                                      " has rows, and the file with their rules is missing; remove "
                                      "it and load a checkpoint");
     for (size_t i = 0; i < rows.size() && status.ok(); ++i) {

@@ -44,8 +44,7 @@ StatusOr<uint64_t> StoreTier::RequestCheckpoint(bool held) {
   PERSIA_RETURN_IF_ERROR(status());
   std::unique_lock lock(mutex_);
   if (held && held_) {
-    return FailedPrecondition("checkpoint " + std::to_string(*held_) +
-                              " is held; commit or drop it first");
+    return FailedPrecondition("checkpoint ", *held_, " is held; commit or drop it first");
   }
   const uint64_t batch = batch_.load();
   PERSIA_RETURN_IF_ERROR(pool_->BeginCheckpoint(batch));
@@ -87,7 +86,7 @@ bool StoreTier::IsPrepared(uint64_t batch) const {
 
 Status StoreTier::CheckHeld(uint64_t batch) const {
   if (held_ == batch) return Status::Ok();
-  return FailedPrecondition("checkpoint " + std::to_string(batch) +
+  return FailedPrecondition("checkpoint ", batch,
                             " is not held: it has ended, or the rows were cleared or loaded since");
 }
 
@@ -108,7 +107,7 @@ Status StoreTier::CommitCheckpoint(uint64_t batch) {
   std::unique_lock lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckHeld(batch));
   if (!prepared_) {
-    return FailedPrecondition("checkpoint " + std::to_string(batch) + " is not written yet");
+    return FailedPrecondition("checkpoint ", batch, " is not written yet");
   }
   lock.unlock();  // the device may take its time, and Wake() needs the mutex
   const Status status = pool_->Commit(batch);
@@ -171,14 +170,13 @@ Status StoreTier::WaitCheckpoint(uint64_t batch, std::chrono::milliseconds timeo
     if (batch != 0 && held_ != batch && pool_->committed() >= batch) return Status::Ok();
     if (has_failed_) return failure_;
     if (batch == 0 || pool_->last_checkpoint() < batch) {
-      return FailedPrecondition("no checkpoint of number " + std::to_string(batch) +
+      return FailedPrecondition("no checkpoint of number ", batch,
                                 " is pending: it was not asked for, or the rows were cleared "
                                 "since; ask for another");
     }
     if (!checkpoint_error_.ok()) return checkpoint_error_;
     if (std::chrono::steady_clock::now() >= deadline) {
-      return DeadlineExceeded("checkpoint " + std::to_string(batch) + " was not committed within " +
-                              std::to_string(timeout.count()) +
+      return DeadlineExceeded("checkpoint ", batch, " was not committed within ", timeout.count(),
                               " ms; it is still pending: wait longer");
     }
     progress_.wait_until(lock, deadline);

@@ -69,7 +69,7 @@ StatusOr<std::optional<SavedRules>> LoadRules(const std::string& directory) {
   const auto encoded =
       std::as_bytes(std::span(bytes)).subspan(std::min(sizeof(head), bytes.size()));
   if (bytes.size() < sizeof(head) || head.check != CheckOf(head, encoded)) {
-    return Corruption(path +
+    return Corruption(path,
                       " is damaged, and the pool beside it cannot be used without; remove "
                       "both and load a checkpoint");
   }

@@ -1,6 +1,7 @@
 #include "worker/bags.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace persia::worker {
 namespace {

@@ -17,9 +17,8 @@ StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch fe
   // Expiry only when there is no room: looking through all batches costs more than adding one.
   if (MustWaitLocked(loader_index, num_bytes)) ExpireLocked(Batch::State::kWaiting);
   if (MustWaitLocked(loader_index, num_bytes)) {
-    return ResourceExhausted("batch of data loader " + std::to_string(loader_index) + ": " +
-                             std::to_string(total_waiting_) + " batches of " +
-                             std::to_string(waiting_bytes_) +
+    return ResourceExhausted("batch of data loader ", loader_index, ": ", total_waiting_,
+                             " batches of ", waiting_bytes_,
                              " bytes in all wait for their lookup already: send it again later");
   }
   const std::shared_ptr<Batch> batch = MakeLocked(std::move(features), Batch::State::kWaiting);
@@ -69,10 +68,10 @@ StatusOr<BatchTable::Guard> BatchTable::Acquire(uint64_t counter, Deadline deadl
     return found != batches_.end() && found->second->busy;
   };
   if (!batch_free_.wait_until(lock, deadline, [&] { return !is_busy(); })) {
-    return DeadlineExceeded("another request is still working on batch " + std::to_string(counter));
+    return DeadlineExceeded("another request is still working on batch ", counter);
   }
   if (found == batches_.end()) {
-    return NotFound("batch " + std::to_string(counter) +
+    return NotFound("batch ", counter,
                     " is not held here: it was returned, released or has expired");
   }
   found->second->busy = true;
@@ -120,7 +119,7 @@ Status BatchTable::StartFlight(const Guard& guard) {
 Status BatchTable::MakeRoomInFlightLocked() {
   if (num_in_flight_ >= options_.max_in_flight) ExpireLocked(Batch::State::kInFlight);
   if (num_in_flight_ < options_.max_in_flight) return Status::Ok();
-  return ResourceExhausted(std::to_string(options_.max_in_flight) +
+  return ResourceExhausted(options_.max_in_flight,
                            " batches await their gradients already: return or release some");
 }
 

@@ -185,8 +185,8 @@ StatusOr<FeatureBatch> EmbeddingWorker::Decode(std::span<const std::byte> id_fea
 // name another batch.
 Status EmbeddingWorker::CheckIncarnation(const BatchKey& key) const {
   if (key.worker_incarnation == incarnation_) return Status::Ok();
-  return NotFound("the embedding worker has restarted since batch " +
-                  std::to_string(key.reference) + " was registered: its batches are gone");
+  return NotFound("the embedding worker has restarted since batch ", key.reference,
+                  " was registered: its batches are gone");
 }
 
 StatusOr<BatchKey> EmbeddingWorker::Register(uint32_t loader_index,
@@ -329,7 +329,7 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(const Batch& batch, float sca
                                                    std::span<const SlotGradient> gradients,
                                                    Deadline deadline) {
   if (batch.lookups.empty()) {
-    return FailedPrecondition("batch " + std::to_string(batch.counter) +
+    return FailedPrecondition("batch ", batch.counter,
                               " was not looked up for training: there is nothing to update");
   }
   const Timed total(update_times_, batch.counter);
@@ -383,7 +383,7 @@ void EmbeddingWorker::Count(const Batch& batch, const ReducedGradients& reduced,
 Status EmbeddingWorker::Release(const BatchKey& key) {
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   if (!table_.WasIssued(key.reference)) {
-    return NotFound("batch " + std::to_string(key.reference) + " was never registered");
+    return NotFound("batch ", key.reference, " was never registered");
   }
   const Deadline deadline = std::chrono::steady_clock::now() + kReleasePatience;
   StatusOr<BatchTable::Guard> guard = table_.Acquire(key.reference, deadline);
@@ -400,10 +400,9 @@ Status EmbeddingWorker::SetEmbeddings(const SignBlocks& blocks, std::span<const 
   uint64_t num_signs = 0;
   for (const SignBlock& block : blocks.blocks) num_signs += block.num_signs;
   if (num_signs != blocks.signs.size() || blocks.num_floats() != rows.size()) {
-    return InvalidArgument("blocks of " + std::to_string(num_signs) + " signs and " +
-                           std::to_string(blocks.num_floats()) + " floats were passed with " +
-                           std::to_string(blocks.signs.size()) + " signs and " +
-                           std::to_string(rows.size()) + " floats");
+    return InvalidArgument("blocks of ", num_signs, " signs and ", blocks.num_floats(),
+                           " floats were passed with ", blocks.signs.size(), " signs and ",
+                           rows.size(), " floats");
   }
   const RoutedRows routed = RouteRows(blocks, rows.data(), rows_->num_servers());
   std::vector<SetRowsRequest> requests;

@@ -132,12 +132,12 @@ std::byte* WriteNarrow(std::span<const std::byte> before_rows, std::span<const f
 // ---- the client's end
 
 Status Truncated(size_t size_bytes) {
-  return Corruption("an embeddings message of " + std::to_string(size_bytes) +
+  return Corruption("an embeddings message of ", size_bytes,
                     " bytes ends before its last slot does");
 }
 
-Status SlotError(const SlotEmbedding& slot, const std::string& what) {
-  return Corruption("embeddings of slot '" + slot.name + "': " + what);
+Status SlotError(const SlotEmbedding& slot, const auto&... what) {
+  return Corruption("embeddings of slot '", slot.name, "': ", what...);
 }
 
 // Branch-free over the array, so that checking costs little beside using it. A negative index is
@@ -152,12 +152,11 @@ bool AllBelow(std::span<const int64_t> index, uint64_t num_rows) {
 Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) {
   if (slot.name.empty()) return Corruption("an embeddings message: a slot has no name");
   if (kind > kAsRows) {
-    return SlotError(slot, "its kind is " + std::to_string(kind) +
-                               "; it must be 0 (pooled), 1 (raw), 2 (absent) or 3 (as rows)");
+    return SlotError(slot, "its kind is ", kind,
+                     "; it must be 0 (pooled), 1 (raw), 2 (absent) or 3 (as rows)");
   }
   if (slot.dim == 0 || slot.dim > kMaxRowDim) {
-    return SlotError(slot, "its dim is " + std::to_string(slot.dim) + "; it must be 1 to " +
-                               std::to_string(kMaxRowDim));
+    return SlotError(slot, "its dim is ", slot.dim, "; it must be 1 to ", kMaxRowDim);
   }
   if (slot.absent) {
     return slot.num_rows == 0 && slot.sample_fixed_size == 0
@@ -170,9 +169,8 @@ Status CheckShape(const SlotEmbedding& slot, uint8_t kind, uint32_t batch_size) 
                : SlotError(slot, "it is pooled and has a sample_fixed_size");
   }
   if (!slot.raw && (slot.num_rows != batch_size || slot.sample_fixed_size != 0)) {
-    return SlotError(slot, "a pooled slot has one row for each of the " +
-                               std::to_string(batch_size) + " samples, not " +
-                               std::to_string(slot.num_rows));
+    return SlotError(slot, "a pooled slot has one row for each of the ", batch_size,
+                     " samples, not ", slot.num_rows);
   }
   if (slot.raw && slot.num_rows == 0) return SlotError(slot, "its row 0, the padding, is missing");
   return Status::Ok();
@@ -200,8 +198,8 @@ Status PoolSlots(LookupResult* result) {
   for (const DistinctSlot& distinct : result->distinct) {
     num_floats += uint64_t{distinct.batch_size} * distinct.dim;
     if (num_floats * sizeof(float) > kMaxMessageBytes) {
-      return Corruption("embeddings of slot '" + distinct.name + "': with it the batch has above " +
-                        std::to_string(kMaxMessageBytes) + " bytes of embeddings");
+      return Corruption("embeddings of slot '", distinct.name, "': with it the batch has above ",
+                        kMaxMessageBytes, " bytes of embeddings");
     }
   }
   if (result->distinct.empty()) return Status::Ok();
@@ -242,8 +240,7 @@ StatusOr<SlotEmbedding> ReadSlot(ByteReader* reader, uint32_t batch_size, Lookup
     slot.index = index.data();
     slot.sample_num_ids = reader->GetArray<uint32_t>(batch_size).data();
     if (!AllBelow(index, slot.num_rows)) {
-      return SlotError(slot,
-                       "an index is not below its " + std::to_string(slot.num_rows) + " rows");
+      return SlotError(slot, "an index is not below its ", slot.num_rows, " rows");
     }
   }
   auto dtype = ToWireDtype(dtype_number);
@@ -278,8 +275,8 @@ StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t wor
     // Refused before memory is taken. Raw slots with a large sample_fixed_size get here. Pooled
     // bytes count, for the client takes memory for them.
     if (pooled_bytes > kMaxMessageBytes) {
-      return InvalidArgument("slot '" + feature.slot->name + "': the batch's embeddings exceed " +
-                             std::to_string(kMaxMessageBytes) + " bytes: send smaller batches");
+      return InvalidArgument("slot '", feature.slot->name, "': the batch's embeddings exceed ",
+                             kMaxMessageBytes, " bytes: send smaller batches");
     }
     RowsLayout rows;
     if (form == EmbeddingsForm::kFewestBytes && Includes(slots, feature.slot->mode) &&
@@ -377,8 +374,8 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
     return Truncated(message.size());
   }
   if (result.batch_size > kMaxBatchSize) {
-    return Corruption("an embeddings message: batch_size is " + std::to_string(result.batch_size) +
-                      ", at most " + std::to_string(kMaxBatchSize));
+    return Corruption("an embeddings message: batch_size is ", result.batch_size, ", at most ",
+                      kMaxBatchSize);
   }
   std::unordered_set<std::string> names;
   for (uint32_t i = 0; i < num_slots; ++i) {
@@ -389,7 +386,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
     result.slots.push_back(std::move(slot).value());
   }
   if (reader.remaining() != 0) {
-    return Corruption("an embeddings message: " + std::to_string(reader.remaining()) +
+    return Corruption("an embeddings message: ", reader.remaining(),
                       " bytes are left over after the last slot");
   }
   PERSIA_RETURN_IF_ERROR(PoolSlots(&result));

@@ -11,8 +11,8 @@
 namespace persia::worker {
 namespace {
 
-Status SlotError(std::string_view slot, const std::string& what) {
-  return InvalidArgument("gradient of slot '" + std::string(slot) + "': " + what);
+Status SlotError(std::string_view slot, const auto&... what) {
+  return InvalidArgument("gradient of slot '", slot, "': ", what...);
 }
 
 // Summed by the rank, which can do so for a slot that shares no row with another.
@@ -24,10 +24,8 @@ Status CheckSummed(const PlannedGroup& group, const PlannedFeature& feature,
                      "another slot of the batch: send its gradients as they are");
   }
   if (gradient.num_rows == group.num_signs && gradient.dim == group.dim) return Status::Ok();
-  return SlotError(gradient.slot, "its sums are [" + std::to_string(gradient.num_rows) + ", " +
-                                      std::to_string(gradient.dim) + "], the distinct rows [" +
-                                      std::to_string(group.num_signs) + ", " +
-                                      std::to_string(group.dim) + "]");
+  return SlotError(gradient.slot, "its sums are [", gradient.num_rows, ", ", gradient.dim,
+                   "], the distinct rows [", group.num_signs, ", ", group.dim, "]");
 }
 
 Status CheckShape(const PlannedGroup& group, const PlannedFeature& feature,
@@ -37,10 +35,8 @@ Status CheckShape(const PlannedGroup& group, const PlannedFeature& feature,
   if (gradient.num_rows == feature.num_rows() && gradient.dim == feature.slot->dim) {
     return Status::Ok();
   }
-  return SlotError(gradient.slot, "its shape is [" + std::to_string(gradient.num_rows) + ", " +
-                                      std::to_string(gradient.dim) + "], that of the embeddings [" +
-                                      std::to_string(feature.num_rows()) + ", " +
-                                      std::to_string(feature.slot->dim) + "]");
+  return SlotError(gradient.slot, "its shape is [", gradient.num_rows, ", ", gradient.dim,
+                   "], that of the embeddings [", feature.num_rows(), ", ", feature.slot->dim, "]");
 }
 
 // By feature of the batch; null: not sent.
@@ -283,7 +279,7 @@ StatusOr<ReducedGradients> ReduceGradients(const LookupPlan& plan, float scale,
   const float inverse_scale = 1.0f / scale;
   if (!IsGradientScale(scale)) {
     return InvalidArgument(
-        "scale of the gradients is " + std::to_string(scale) +
+        "scale of the gradients is ", scale,
         ", must be a finite positive number: pass the loss scale, 1 without AMP");
   }
   PERSIA_ASSIGN_OR_RETURN(const auto matched, MatchSlots(plan, gradients));

@@ -20,8 +20,8 @@ RemoteRows::~RemoteRows() = default;
 
 Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
   if (index >= num_servers()) {
-    return InvalidArgument("parameter server " + std::to_string(index) + ": there are only " +
-                           std::to_string(num_servers()) + ", counted from 0");
+    return InvalidArgument("parameter server ", index, ": there are only ", num_servers(),
+                           ", counted from 0");
   }
   // Calls that wait for the server are sent to the new address.
   channels_[index]->SetAddress(address);
@@ -89,9 +89,8 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
     // Pooling indexes the rows by the plan: a short answer must not get there.
     const size_t num_floats = answers.value()[i].rows.size();
     if (num_floats == requests[i].num_floats()) continue;
-    return Corruption(channels_[i]->peer() + ": a LookupRows reply has " +
-                      std::to_string(num_floats) + " floats instead of " +
-                      std::to_string(requests[i].num_floats()));
+    return Corruption(channels_[i]->peer(), ": a LookupRows reply has ", num_floats,
+                      " floats instead of ", requests[i].num_floats());
   }
   return answers;
 }

@@ -12,8 +12,8 @@ namespace {
 constexpr uint64_t kAllBatches = 64;
 constexpr uint64_t kOneBatchIn = 32;
 
-Status SlotError(const SlotConfig& slot, const std::string& what) {
-  return InvalidArgument("slot '" + slot.name + "': " + what);
+Status SlotError(const SlotConfig& slot, const auto&... what) {
+  return InvalidArgument("slot '", slot.name, "': ", what...);
 }
 
 // What concerns a slot by itself. Each message names the slot and the remedy: it reaches the author
@@ -21,13 +21,12 @@ Status SlotError(const SlotConfig& slot, const std::string& what) {
 Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
   if (slot.name.empty()) return InvalidArgument("a slot has an empty name: name every slot");
   if (slot.dim == 0 || slot.dim > kMaxDim) {
-    return SlotError(
-        slot, "dim is " + std::to_string(slot.dim) + ", must be 1 to " + std::to_string(kMaxDim));
+    return SlotError(slot, "dim is ", slot.dim, ", must be 1 to ", kMaxDim);
   }
   if (!slot.embedding_summation &&
       (slot.sample_fixed_size == 0 || slot.sample_fixed_size > 65535)) {
-    return SlotError(slot, "sample_fixed_size is " + std::to_string(slot.sample_fixed_size) +
-                               ", must be 1 to 65535 for a raw slot");
+    return SlotError(slot, "sample_fixed_size is ", slot.sample_fixed_size,
+                     ", must be 1 to 65535 for a raw slot");
   }
   if (slot.mean_scaling && slot.sqrt_scaling) {
     return SlotError(slot, "mean_scaling and sqrt_scaling are both set: keep one");
@@ -39,15 +38,14 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
   }
   if (slot.hash_stack_rounds == 0) return Status::Ok();
   if (slot.hash_stack_size == 0) {
-    return SlotError(slot, "hash_stack_rounds is " + std::to_string(slot.hash_stack_rounds) +
-                               " but the hash stack's embedding_size is 0: give it a size");
+    return SlotError(slot, "hash_stack_rounds is ", slot.hash_stack_rounds,
+                     " but the hash stack's embedding_size is 0: give it a size");
   }
   const uint64_t num_ids = (uint64_t{1} << id_bits) - 1;  // IDs are taken modulo this
   if (slot.hash_stack_size > num_ids / slot.hash_stack_rounds) {
-    return SlotError(slot, "a hash stack of " + std::to_string(slot.hash_stack_rounds) + " x " +
-                               std::to_string(slot.hash_stack_size) +
-                               " buckets does not fit into the " + std::to_string(id_bits) +
-                               " bits that feature_index_prefix_bit leaves: make either smaller");
+    return SlotError(slot, "a hash stack of ", slot.hash_stack_rounds, " x ", slot.hash_stack_size,
+                     " buckets does not fit into the ", id_bits,
+                     " bits that feature_index_prefix_bit leaves: make either smaller");
   }
   return Status::Ok();
 }
@@ -59,15 +57,14 @@ Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
   const uint64_t num_prefixes = uint64_t{1} << (64 - id_bits);
   if (slot->index_prefix == 0) {
     if (slot->group + uint64_t{1} >= num_prefixes) {
-      return SlotError(*slot, "group number " + std::to_string(slot->group) +
-                                  " does not fit into " + std::to_string(64 - id_bits) +
-                                  " bits: raise feature_index_prefix_bit");
+      return SlotError(*slot, "group number ", slot->group, " does not fit into ", 64 - id_bits,
+                       " bits: raise feature_index_prefix_bit");
     }
     slot->index_prefix = (slot->group + uint64_t{1}) << id_bits;
   }
   if ((slot->index_prefix & ((uint64_t{1} << id_bits) - 1)) != 0) {
-    return SlotError(*slot, "index_prefix " + std::to_string(slot->index_prefix) +
-                                " has bits below the top " + std::to_string(64 - id_bits));
+    return SlotError(*slot, "index_prefix ", slot->index_prefix, " has bits below the top ",
+                     64 - id_bits);
   }
   return Status::Ok();
 }
@@ -76,10 +73,9 @@ Status SetPrefix(SlotConfig* slot, uint32_t id_bits) {
 Status CheckNumber(const SlotConfig& slot, uint32_t id_bits) {
   const uint64_t number = slot.index_prefix >> id_bits;
   if (slot.rows.IsEmpty() || number <= kMaxGroupNumber) return Status::Ok();
-  return SlotError(slot, "is in feature group " + std::to_string(number) + ", and only the first " +
-                             std::to_string(kMaxGroupNumber) +
-                             " may have an optimizer, initializer, admission or weight bound of "
-                             "their own: put it further to the front");
+  return SlotError(slot, "is in feature group ", number, ", and only the first ", kMaxGroupNumber,
+                   " may have an optimizer, initializer, admission or weight bound of "
+                   "their own: put it further to the front");
 }
 
 // Slots share rows exactly when they are in one group: equal groups need equal dims and prefixes,
@@ -90,31 +86,30 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
   for (const SlotConfig& slot : slots) {
     const SlotConfig& peer = *by_group.emplace(slot.group, &slot).first->second;
     if (peer.dim != slot.dim) {
-      return SlotError(slot, "dim is " + std::to_string(slot.dim) + " but slot '" + peer.name +
-                                 "' of the same feature group has " + std::to_string(peer.dim) +
-                                 ": slots of one group share rows");
+      return SlotError(slot, "dim is ", slot.dim, " but slot '", peer.name,
+                       "' of the same feature group has ", peer.dim,
+                       ": slots of one group share rows");
     }
     if (peer.index_prefix != slot.index_prefix) {
-      return SlotError(slot, "index_prefix differs from that of slot '" + peer.name +
-                                 "' of the same feature group");
+      return SlotError(slot, "index_prefix differs from that of slot '", peer.name,
+                       "' of the same feature group");
     }
     if (peer.rows != slot.rows) {
       return SlotError(
-          slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '" +
-                    peer.name + "' of the same feature group: slots of one group share rows");
+          slot, "optimizer, initializer, admission, eviction or weight bound differ from slot '",
+          peer.name, "' of the same feature group: slots of one group share rows");
     }
     if (slot.mode >= kMaxSlotModes) {
-      return SlotError(slot, "mode is " + std::to_string(slot.mode) + ", above the last, " +
-                                 std::to_string(kMaxSlotModes - 1));
+      return SlotError(slot, "mode is ", slot.mode, ", above the last, ", kMaxSlotModes - 1);
     }
     if (peer.mode != slot.mode) {
-      return SlotError(slot, "consistency or embedding_staleness differ from slot '" + peer.name +
-                                 "' of the same feature group: slots of one group share rows");
+      return SlotError(slot, "consistency or embedding_staleness differ from slot '", peer.name,
+                       "' of the same feature group: slots of one group share rows");
     }
     const SlotConfig& owner = *by_prefix.emplace(slot.index_prefix, &slot).first->second;
     if (owner.group != slot.group) {
-      return SlotError(slot, "index_prefix is that of slot '" + owner.name +
-                                 "', which is in another feature group");
+      return SlotError(slot, "index_prefix is that of slot '", owner.name,
+                       "', which is in another feature group");
     }
   }
   return Status::Ok();
@@ -150,8 +145,8 @@ uint64_t FoldId(uint64_t id, uint32_t id_bits) {
 StatusOr<SlotTable> SlotTable::Create(uint32_t feature_index_prefix_bit,
                                       std::vector<SlotConfig> slots) {
   if (feature_index_prefix_bit < 1 || feature_index_prefix_bit > 32) {
-    return InvalidArgument("feature_index_prefix_bit is " +
-                           std::to_string(feature_index_prefix_bit) + ", must be 1 to 32");
+    return InvalidArgument("feature_index_prefix_bit is ", feature_index_prefix_bit,
+                           ", must be 1 to 32");
   }
   if (slots.empty()) return InvalidArgument("the embedding config has no slots: add at least one");
   const uint32_t id_bits = 64 - feature_index_prefix_bit;

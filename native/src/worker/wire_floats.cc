@@ -36,15 +36,14 @@ float MaxMagnitude(std::span<const float> values) {
 
 StatusOr<WireDtype> ToWireDtype(uint32_t number) {
   if (number < kNames.size()) return static_cast<WireDtype>(number);
-  return InvalidArgument("wire dtype " + std::to_string(number) +
+  return InvalidArgument("wire dtype ", number,
                          ": known are 0 (float32), 1 (float16) and 2 (bfloat16)");
 }
 
 StatusOr<WireDtype> ParseWireDtype(std::string_view name) {
   const auto found = std::find(kNames.begin(), kNames.end(), name);
   if (found != kNames.end()) return static_cast<WireDtype>(found - kNames.begin());
-  return InvalidArgument("wire_dtype is '" + std::string(name) +
-                         "': choose float32, float16 or bfloat16");
+  return InvalidArgument("wire_dtype is '", name, "': choose float32, float16 or bfloat16");
 }
 
 // A power of two, so that scaling by it rounds nothing.
@@ -96,7 +95,7 @@ StatusOr<const float*> ReadNarrow(ByteReader* reader, WireDtype dtype, float uni
   const auto rows = reader->GetArray<uint16_t>(count);
   if (!reader->ok()) return nullptr;
   if (!IsWireUnit(unit)) {
-    return Corruption("its unit is " + std::to_string(unit) + ", no power of two in range");
+    return Corruption("its unit is ", unit, ", no power of two in range");
   }
   auto* floats =
       reinterpret_cast<float*>(widened->emplace_back(rows.size() * sizeof(float)).data());

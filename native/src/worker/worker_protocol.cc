@@ -27,12 +27,12 @@ Status ReadSummed(ByteReader* reader, WireDtype dtype, SlotGradient* gradient) {
   if (!reader->ok()) return Status::Ok();
   const std::string slot = "slot '" + std::string(gradient->slot) + "': ";
   if (dtype != WireDtype::kFloat32) {
-    return Corruption(slot + "gradients summed by row must be float32");
+    return Corruption(slot, "gradients summed by row must be float32");
   }
   if (std::isfinite(gradient->max_magnitude) && gradient->max_magnitude >= 0.0f) {
     return Status::Ok();
   }
-  return Corruption(slot + "its greatest magnitude is " + std::to_string(gradient->max_magnitude) +
+  return Corruption(slot, "its greatest magnitude is ", gradient->max_magnitude,
                     ", not a finite number of 0 or more");
 }
 
@@ -47,16 +47,15 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
   gradient->dim = reader->Get<uint32_t>();
   gradient->slot = reader->GetString(name_bytes);
   if (reader->ok() && state > static_cast<uint32_t>(SlotState::kSummed)) {
-    return Corruption("slot '" + std::string(gradient->slot) + "' has state " +
-                      std::to_string(state) +
+    return Corruption("slot '", gradient->slot, "' has state ", state,
                       ", known are 0 (present), 1 (skipped) and 2 (summed)");
   }
   if (reader->ok() && !dtype.ok()) {
-    return Corruption("slot '" + std::string(gradient->slot) + "': " + dtype.status().message());
+    return Corruption("slot '", gradient->slot, "': ", dtype.status().message());
   }
   gradient->skipped = state == static_cast<uint32_t>(SlotState::kSkipped);
   if (reader->ok() && gradient->skipped && (gradient->num_rows != 0 || gradient->dim != 0)) {
-    return Corruption("slot '" + std::string(gradient->slot) + "' is skipped and yet has a shape");
+    return Corruption("slot '", gradient->slot, "' is skipped and yet has a shape");
   }
   gradient->summed = state == static_cast<uint32_t>(SlotState::kSummed);
   if (reader->ok() && gradient->summed) {
@@ -68,7 +67,7 @@ Status ReadSlot(ByteReader* reader, SlotGradient* gradient, std::vector<Buffer>*
     auto rows =
         ReadNarrow(reader, *dtype, unit, uint64_t{gradient->num_rows} * gradient->dim, widened);
     if (!rows.ok()) {
-      return Corruption("slot '" + std::string(gradient->slot) + "': " + rows.status().message());
+      return Corruption("slot '", gradient->slot, "': ", rows.status().message());
     }
     gradient->rows = *rows;
   } else if (!gradient->skipped) {
@@ -153,8 +152,7 @@ StatusOr<GradientsRequest> GradientsRequest::Decode(std::span<const std::byte> b
     request.gradients.push_back(gradient);
   }
   if (reader.remaining() == 0) return request;
-  return Corruption(std::to_string(reader.remaining()) +
-                    " bytes are left over after the last slot");
+  return Corruption(reader.remaining(), " bytes are left over after the last slot");
 }
 
 // The lookups are an array of 16-byte entries, as the struct is in memory.
@@ -182,14 +180,12 @@ StatusOr<ReturnReport> ReturnReport::Decode(std::span<const std::byte> body) {
   const auto num_lookups = reader.Get<uint32_t>();
   reader.Get<uint32_t>();  // reserved
   if (num_lookups > kMaxSlotModes) {
-    return Corruption("it tells of " + std::to_string(num_lookups) + " lookups, above " +
-                      std::to_string(kMaxSlotModes));
+    return Corruption("it tells of ", num_lookups, " lookups, above ", kMaxSlotModes);
   }
   const auto lookups = reader.GetArray<LookupStaleness>(num_lookups);
   report.lookups.assign(lookups.begin(), lookups.end());
   if (reader.ok() && reader.remaining() == 0) return report;
-  return Corruption("it has " + std::to_string(body.size()) + " bytes, which " +
-                    std::to_string(num_lookups) + " lookups do not fit");
+  return Corruption("it has ", body.size(), " bytes, which ", num_lookups, " lookups do not fit");
 }
 
 }  // namespace persia::worker

@@ -27,13 +27,11 @@ Deadline ShortenDeadline(Deadline deadline) {
 template <typename Lookup>
 StatusOr<Buffer> LookupAs(const LookupOptions& options, Lookup lookup) {
   if (options.requires_grad > 1) {
-    return InvalidArgument("requires_grad is " + std::to_string(options.requires_grad) +
-                           "; it must be 0 or 1");
+    return InvalidArgument("requires_grad is ", options.requires_grad, "; it must be 0 or 1");
   }
   PERSIA_ASSIGN_OR_RETURN(const WireDtype dtype, ToWireDtype(options.wire_dtype));
   if (options.form > static_cast<uint32_t>(EmbeddingsForm::kFewestBytes)) {
-    return InvalidArgument("form is " + std::to_string(options.form) +
-                           "; it must be 0 (pooled) or 1 (fewest bytes)");
+    return InvalidArgument("form is ", options.form, "; it must be 0 (pooled) or 1 (fewest bytes)");
   }
   const auto form = dtype == WireDtype::kFloat32 ? static_cast<EmbeddingsForm>(options.form)
                                                  : EmbeddingsForm::kPooled;
