@@ -1,1 +1,1 @@
-"""`python -m benchmarks.network`: a job on several hosts whose network fails, and how long training pauses."""
+"""`python -m benchmarks.network`: a job on several hosts whose network fails; how long training pauses."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from persia.waiting import Attempts
 __all__ = ["Job", "Shape", "started"]
 
 _NATS_PORT = 4222
+_LEAST_PAUSE_S = 1.0
 # A process may take a minute to start where others use the processors.
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^step (\d+)$")
@@ -78,10 +77,11 @@ class Job:
                 return
         raise AssertionError(f"{host} has not written {text!r}:\n{self.processes[host].output}")
 
-    def longest_pause_s(self, since: float) -> float:
-        """The longest time between two steps that ended after `since`."""
+    def paused_s(self, since: float) -> float:
+        """The sum of all pauses of more than a second between two steps, after `since`."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
-        return max((end - begin for begin, end in pairs if end > since), default=0.0)
+        pauses = (end - max(begin, since) for begin, end in pairs if end > since)
+        return sum(pause for pause in pauses if pause > _LEAST_PAUSE_S)
 
     def finish(self, timeout_s: float = 240) -> Outcome:
         """Waits until the rank has ended."""
@@ -107,12 +107,10 @@ def started(folder: Path, shape: Shape) -> Iterator[Job]:
         with Supervisor(sink) as supervisor:
             for host, spec in _specs(folder, shape, network):
                 job.processes[host] = supervisor.start(_on_host(network, host, spec))
-            yield job
-            _cut_off_processes_end_at_once(network)
-
-
-def _cut_off_processes_end_at_once(network: Network) -> None:
-    network.mend()
+            try:
+                yield job
+            finally:
+                network.mend()  # processes that are cut off would wait when they are told to end
 
 
 def _specs(folder: Path, shape: Shape, network: Network) -> Iterator[tuple[str, ProcessSpec]]:

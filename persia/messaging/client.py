@@ -11,7 +11,6 @@ from nats.errors import Error as NatsError
 
 from persia.security.tls import TlsFiles
 
-
 # The kernel breaks a connection whose other end it has not heard for so long. It would try ever more seldom
 # otherwise: after a cut of 15 s, its next try may be 10 s away.
 _SILENCE_MS = 4000

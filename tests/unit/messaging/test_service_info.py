@@ -95,3 +95,11 @@ def test_services_without_slots_have_no_modes():
 
 def test_text_for_people_names_the_essentials():
     assert str(INFO) == "embedding-worker 1 of 2 at 127.0.0.1:80 (pid 42)"
+
+
+def test_a_server_that_was_replaced_is_told_of_once(capfd):
+    replaced = dataclasses.replace(INFO, incarnation=0xAC)
+    successor = dataclasses.replace(INFO, incarnation=0xAD, term=1)
+    assert replaced.is_outranked_by(successor)
+    assert replaced.is_outranked_by(successor)
+    assert capfd.readouterr().err.count("ignored embedding-worker 1") == 1
