@@ -46,7 +46,7 @@ __all__ = ["BatchSender", "LoaderShare", "RegisterBatch", "RegisterBatchHandler"
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer
-# Of a worker that another one can replace. The broker goes on to deliver to one whose host has vanished.
+# Of a worker that another one can replace. The broker still delivers to one whose host has vanished.
 _REPLACEABLE_TIMEOUT_S = 3.0
 # How long a worker that did not answer is left out, while another one takes its batches: doubled each time.
 _UNAVAILABLE_S, _LONGEST_UNAVAILABLE_S = 5.0, 40.0

@@ -12,8 +12,8 @@ namespace {
 
 // Of resolving a name, and of what follows the connection of the socket.
 constexpr std::chrono::seconds kStepTimeout{5};
-// Of the socket to one address, behind which nobody may refuse (a dropped route). The kernel tries
-// again after 1, 3 and 7 s: a new socket finds a network that was mended sooner.
+// Of the socket to one address, behind which there may be no refusal (a dropped route). The kernel
+// tries again after 1, 3 and 7 s: a new socket finds a network that was mended sooner.
 constexpr std::chrono::milliseconds kSocketTimeout{1500};
 // A cut may leave no trace but that nothing is acknowledged, and the kernel then sends at 0.2, 0.6,
 // 1.4, 3, 6.2, 12.6 and 25.4 s. After so many intervals a new connection is tried instead.

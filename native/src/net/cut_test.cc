@@ -58,13 +58,13 @@ TEST(CutTest, ARequestThatIsNotAcknowledgedIsSentAgainOnANewConnection) {
 }
 
 TEST(CutTest, AReplyThatDoesNotArriveIsAskedForAgainOnANewConnection) {
-  std::promise<void> begun, goes_on;
+  std::promise<void> begun, may_answer;
   std::atomic<int> num_begun{0};
   Server server({});
   server.Handle(kEcho, [&](const Buffer& request, const CallContext&) -> StatusOr<Segments> {
     if (num_begun.fetch_add(1) == 0) {
       begun.set_value();
-      goes_on.get_future().wait();
+      may_answer.get_future().wait();
     }
     return Copy(request);
   });
@@ -77,7 +77,7 @@ TEST(CutTest, AReplyThatDoesNotArriveIsAskedForAgainOnANewConnection) {
   });
   begun.get_future().wait();
   CutAll(port, /*at_server=*/false);
-  goes_on.set_value();
+  may_answer.set_value();
   caller.join();
   EXPECT_EQ(num_begun, 2);
 }
