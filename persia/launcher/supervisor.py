@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from persia.errors import FailedPreconditionError
 
@@ -35,6 +35,9 @@ _KILL_S = 60.0  # the kernel frees the memory of a large server
 _GROUP_OF_ITS_OWN: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
+# A process names its group to the watchdog, on its standard input, before it becomes what it was started for:
+# a supervisor that is killed meanwhile leaves no orphan. In a subshell, which a broken pipe may end.
+_NAMED_TO_WATCHDOG = ("/bin/sh", "-c", '(echo "+$$" >&0) 2>/dev/null; exec "$@" </dev/null', "sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +59,9 @@ class ManagedProcess:
         sink: OutputSink,
         on_exit: Callable[[ManagedProcess], None],
         num_restarts: int = 0,
+        watchdog: IO[bytes] | None = None,
     ) -> None:
+        """`watchdog`: its standard input; None: there is none."""
         self.spec = spec
         self._sink = sink
         self._on_exit = on_exit
@@ -66,11 +71,11 @@ class ManagedProcess:
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         self._ended = threading.Event()
         self._popen = subprocess.Popen(
-            list(spec.command),
+            [*(() if watchdog is None else _NAMED_TO_WATCHDOG), *spec.command],
             # For its metrics and status: a process does not know how often it was started.
             env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
             # A process must not take input from the terminal of the launcher.
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if watchdog is None else watchdog,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             **_GROUP_OF_ITS_OWN,
@@ -169,10 +174,7 @@ class Supervisor:
             command = [sys.executable, "-I", "-S", str(script)]
             self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
         num_restarts = 0 if known is None else known.num_restarts + 1
-        process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts)
-        # Between the start and this line a killed supervisor leaves an orphan; the window is one write to a
-        # pipe.
-        self._tell_watchdog(f"+{process.pid}")
+        process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts, self._watchdog.stdin)
         self._processes[spec.name] = process
         return process
 

@@ -54,6 +54,9 @@ _Incarnation = Annotated[
 ]
 _SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
+# (replaced, successor) by incarnation, of those that this process has told of: servers are asked repeatedly.
+_REPORTED: set[tuple[int, int]] = set()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceInfo(JsonMessage):
@@ -99,9 +102,11 @@ class ServiceInfo(JsonMessage):
         """Whether `known` is the server of this index: this one was replaced, and has woken."""
         if self.term >= known.term:
             return False
-        get_default_logger().warning(
-            "ignored %s: %s has replaced it, unless the clock of its host was set back", self, known
-        )
+        if (self.incarnation, known.incarnation) not in _REPORTED:
+            _REPORTED.add((self.incarnation, known.incarnation))
+            get_default_logger().warning(
+                "ignored %s: %s has replaced it, unless the clock of its host was set back", self, known
+            )
         return True
 
     def __str__(self) -> str:
@@ -260,13 +265,21 @@ class Directory:
                 return services
         raise DeadlineExceededError(f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)")
 
-    def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
+    def watch(
+        self,
+        role: str,
+        callback: Callable[[ServiceEvent], None],
+        *,
+        on_return: Callable[[ServiceInfo], None] = lambda _info: None,
+    ) -> Registration:
         """Calls `callback` for each service of `role` that joins or leaves from now on, one at a time.
 
         A service is reported once for each incarnation, also when its event is missed while the broker is
-        away. Watch first and then `wait_for`, so that no restart falls between them.
+        away. Watch first and then `wait_for`, so that no restart falls between them. `on_return` is called
+        for one that was reported before and has lost its connection to the broker since: what it was asked
+        meanwhile may be lost.
         """
-        return _Watch(self._session, role, callback)
+        return _Watch(self._session, role, callback, on_return)
 
     def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
         """Asks replica `index` of `role` to answer within `timeout_s`; None when it does not."""
@@ -339,9 +352,15 @@ class _Search:
 class _Watch(Registration):
     """Turns joined, left and the answers after a reconnect into one event for each incarnation."""
 
-    def __init__(self, session: Session, role: str, callback: Callable[[ServiceEvent], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        role: str,
+        callback: Callable[[ServiceEvent], None],
+        on_return: Callable[[ServiceInfo], None],
+    ) -> None:
         self._role = role
-        self._callback = callback
+        self._callback, self._on_return = callback, on_return
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
         self._terms: dict[int, int] = {}
@@ -365,25 +384,28 @@ class _Watch(Registration):
                 "ignored an event of %s on the subject of %s", event.info, self._role
             )
             return
-        self._take(event)
+        if not self._take(event) and event.kind is EventKind.JOINED:
+            self._on_return(event.info)
 
     def _ask(self, session: Session, role: str) -> None:
         for info in _who(session, role, _LONGEST_ROUND_S):
             self._take(ServiceEvent(EventKind.JOINED, info))
 
-    def _take(self, event: ServiceEvent) -> None:
+    def _take(self, event: ServiceEvent) -> bool:
+        """False: it is no news, as it was reported before."""
         info = event.info
         with self._lock:
             if event.kind is EventKind.JOINED:
                 # One that was replaced while it was cut off says that it has joined when it returns.
                 if info.term < self._terms.get(info.index, 0):
-                    return
+                    return True
                 self._terms[info.index] = info.term
                 # Seen already: after a reconnect services are asked, and each also publishes that it joined.
                 if self._incarnations.get(info.index) == info.incarnation:
-                    return
+                    return False
                 self._incarnations[info.index] = info.incarnation
             self._callback(event)
+        return True
 
 
 def _who(

@@ -48,6 +48,9 @@ class LocalSession:
             return reply
         raise UnavailableError(f"no listener on {subject}: its context has not started, or has ended")
 
+    def interrupt(self, subject: str) -> None:
+        """Does nothing: a listener of this process cannot miss a request."""
+
     def request_many(
         self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
     ) -> list[bytes]:

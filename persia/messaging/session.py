@@ -141,6 +141,14 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._check_size(subject, payload)
         return self._call(self._request(subject, payload, timeout_s), timeout_s)
 
+    def interrupt(self, subject: str) -> None:
+        """Requests that wait for a reply on `subject` raise `UnavailableError` now.
+
+        For one whose listener has connected again: the broker may have sent them to its lost connection.
+        """
+        with contextlib.suppress(RuntimeError):  # the session is closed
+            self._thread.loop.call_soon_threadsafe(self._interrupt, subject)
+
     def request_many(
         self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
     ) -> list[bytes]:
@@ -297,10 +305,15 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             yield
         except asyncio.CancelledError:
             self._refusals.raise_if_refused("publish", subject)
-            raise UnavailableError(f"{subject}: the connection to NATS at {self._address} was lost") from None
+            raise UnavailableError(f"{subject}: a connection to NATS at {self._address} was lost") from None
         finally:
             self._waiting.pop(task, None)
         self._refusals.raise_if_refused("publish", subject)
+
+    def _interrupt(self, subject: str) -> None:
+        for task, sent in tuple(self._waiting.items()):
+            if sent == subject:
+                task.cancel()
 
     async def _publish(self, subject: str, payload: bytes) -> None:
         await self._client.publish(subject, payload)

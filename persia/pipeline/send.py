@@ -23,7 +23,7 @@ from persia.errors import (
     StreamClosedError,
     UnavailableError,
 )
-from persia.messaging.discovery import Directory, EventKind, ServiceEvent
+from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Session
 from persia.messaging.payloads import (
     EndOfStream,
@@ -44,8 +44,10 @@ if TYPE_CHECKING:
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer
-# How long a worker that did not answer is left out, while another one takes its batches.
-_UNAVAILABLE_S = 5.0
+# Of a worker that another one can replace. The broker still delivers to one whose host has vanished.
+_REPLACEABLE_TIMEOUT_S = 3.0
+# How long a worker that did not answer is left out, while another one takes its batches: doubled each time.
+_UNAVAILABLE_S, _LONGEST_UNAVAILABLE_S = 5.0, 40.0
 # A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
 # deadline of one that does not answer.
 _FULL_PATIENCE = 12
@@ -103,7 +105,8 @@ class BatchSender:
         self._deadline_s = deadline_s
         self._departed: dict[int, str] = {}  # ranks that have left, and the error that made them, if one did
         self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
-        self._unavailable_until: dict[int, float] = {}  # by time.monotonic(), of workers
+        # Of workers that did not answer: until when they are left out (time.monotonic()), and for how long.
+        self._unavailable: dict[int, tuple[float, float]] = {}
         self._known: DataPosition | None = None  # of this loader's batches: those that no rank needs
         self.position = 0  # batches of this loader before the next one
         self.num_sent = self.world_size = 0
@@ -111,8 +114,8 @@ class BatchSender:
     def wait_for_job(self) -> None:
         """Returns once all embedding workers and NN workers answer; later ones are followed."""
         # Watched first: a process that leaves between question and watch would be asked until the deadline.
-        self._directory.watch(NN_WORKER, self._on_nn_worker)
-        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker)
+        self._directory.watch(NN_WORKER, self._on_nn_worker, on_return=self._on_rank_return)
+        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_return=self._on_worker_return)
         for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
             self._workers[worker.index] = worker.incarnation
         self.world_size = len(self._directory.wait_for(NN_WORKER, self._deadline_s))
@@ -201,15 +204,17 @@ class BatchSender:
             peer, left = f"embedding worker {index}", partial(self._can_replace, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.
             subject = self._session.subjects.ids(index)
-            answer = self._request(subject, request, peer, silence, left)
+            timeout_s = _REPLACEABLE_TIMEOUT_S if left() else _REQUEST_TIMEOUT_S
+            answer = self._request(subject, request, peer, silence, left, timeout_s)
             if answer is None:  # to another worker
                 if silence.over:
                     raise UnavailableError(
                         f"no embedding worker answered in {self._deadline_s:g} s (PERSIA_DEADLINE_SEC), "
                         f"{peer} was asked last"
                     )
-                self._unavailable_until[index] = time.monotonic() + _UNAVAILABLE_S
+                self._leave_out(index)
                 continue
+            self._unavailable.pop(index, None)
             silence = Deadline(self._deadline_s)
             reply = FlowReply.decode(answer)
             if reply.status is ReplyStatus.OK:
@@ -231,7 +236,13 @@ class BatchSender:
             _wait_for_room(reply, peer, room)
 
     def _request(
-        self, subject: str, payload: bytes, peer: str, deadline: Deadline, has_left: Callable[[], bool]
+        self,
+        subject: str,
+        payload: bytes,
+        peer: str,
+        deadline: Deadline,
+        has_left: Callable[[], bool],
+        timeout_s: float = _REQUEST_TIMEOUT_S,
     ) -> bytes | None:
         """Repeats the request until it is answered.
 
@@ -242,7 +253,7 @@ class BatchSender:
         """
         while True:
             try:
-                return self._session.request(subject, payload, min(_REQUEST_TIMEOUT_S, deadline.left_s()))
+                return self._session.request(subject, payload, min(timeout_s, deadline.left_s()))
             except (UnavailableError, DeadlineExceededError) as failure:
                 if has_left():
                     return None
@@ -259,7 +270,12 @@ class BatchSender:
 
     def _available_workers(self) -> list[int]:
         now = time.monotonic()
-        return [i for i in sorted(self._workers) if self._unavailable_until.get(i, now) <= now]
+        return [i for i in sorted(self._workers) if self._unavailable.get(i, (now, 0.0))[0] <= now]
+
+    def _leave_out(self, index: int) -> None:
+        _, before_s = self._unavailable.get(index, (0.0, _UNAVAILABLE_S / 2))
+        for_s = min(2 * before_s, _LONGEST_UNAVAILABLE_S)
+        self._unavailable[index] = (time.monotonic() + for_s, for_s)
 
     def _can_replace(self, index: int) -> bool:
         """Whether another worker is to be asked instead of one that does not answer."""
@@ -275,9 +291,16 @@ class BatchSender:
         index, incarnation = event.info.index, event.info.incarnation
         if event.kind is EventKind.JOINED:
             self._workers[index] = incarnation
-            self._unavailable_until.pop(index, None)
+            self._unavailable.pop(index, None)
         elif self._workers.get(index) == incarnation:  # else its successor has joined before
             del self._workers[index]
+
+    def _on_rank_return(self, rank: ServiceInfo) -> None:
+        self._session.interrupt(self._session.subjects.batch(rank.index))
+
+    def _on_worker_return(self, worker: ServiceInfo) -> None:
+        self._unavailable.pop(worker.index, None)
+        self._session.interrupt(self._session.subjects.ids(worker.index))
 
 
 def _wait_for_room(reply: FlowReply, peer: str, room: Deadline) -> None:

@@ -75,13 +75,16 @@ def config_hash(section: EmbeddingParameterServerConfig, replicas: int, schema: 
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def starts_as_standby(session: NatsSession, index: int) -> bool:
-    """Whether another process has the rows of the index: one that starts can only be its standby."""
+def starts_as_standby(session: NatsSession, index: int, own: str = "") -> bool:
+    """Whether another process has the rows of the index: one that starts can only be its standby.
+
+    `own`: the incarnation of this process, where it answers already.
+    """
     # Several times: one that is not heard on a busy machine would lose its index to an empty server.
     for _ in Attempts(_ROUNDS_S, pause_s=_ROUNDS_S / 10):
         if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
             return True
-        if any(message.agrees for message in _ask_all(session, index)):
+        if any(message.agrees and message.incarnation != own for message in _ask_all(session, index)):
             return True
     return False
 

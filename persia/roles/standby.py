@@ -318,7 +318,11 @@ class Standby:
         for _ in attempts:
             info = directory.probe(EMBEDDING_PARAMETER_SERVER, self._replica.index, PROBE_S)
             if info is None:
-                if not self._is_forced and not starts_as_standby(self._replica.session, self._replica.index):
+                # Its own answer does not count: it may have copied rows before its primary has ended.
+                replica = self._replica
+                if not self._is_forced and not starts_as_standby(
+                    replica.session, replica.index, replica.incarnation
+                ):
                     return False
                 continue
             self._primary = info

@@ -144,6 +144,25 @@ def test_watch_reports_starts_stops_and_restarts(make_session):
     ]
 
 
+def test_a_watcher_is_told_of_a_known_service_that_connects_again(make_session):
+    events, returned = Events(), []
+    has_returned = threading.Event()
+
+    def on_return(service: ServiceInfo) -> None:
+        returned.append(service)
+        has_returned.set()
+
+    Directory(make_session("watcher")).watch(SERVER, events, on_return=on_return)
+    advertiser = Advertiser(make_session("server"), info(0, 1))
+    advertiser.start()
+    events.wait_for(1)
+    assert returned == []
+    advertiser.publish_again()  # as after each connection
+    assert has_returned.wait(DEADLINE_S)
+    assert returned == [info(0, 1)]
+    assert len(events.all) == 1
+
+
 def test_a_slow_watcher_sees_starts_and_stops_in_their_order(make_session):
     # The first event is handled when all have come: hellos and byes that took different ways would now race.
     events, all_published = Events(), threading.Event()

@@ -70,6 +70,27 @@ def test_a_request_without_reply_ends_by_its_timeout(make_session):
     registration.close()
 
 
+def test_an_interrupted_request_is_unavailable(make_session):
+    asked = threading.Event()
+    make_session("server").respond("lost", lambda _: asked.set())  # answers nothing
+    client = make_session("client")
+    failures = []
+
+    def ask():
+        try:
+            client.request("lost", b"", 10 * DEADLINE_S)
+        except UnavailableError as failure:
+            failures.append(failure)
+
+    asker = threading.Thread(target=ask)
+    asker.start()
+    assert asked.wait(DEADLINE_S)
+    client.interrupt("another")
+    client.interrupt("lost")
+    asker.join(DEADLINE_S)
+    assert len(failures) == 1
+
+
 @pytest.mark.parametrize(
     ("raised", "expected", "text"),
     [

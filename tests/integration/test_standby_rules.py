@@ -217,6 +217,13 @@ def test_a_process_that_does_not_hear_the_first_answer_asks_again(
     assert starts_as_standby(session, 0)
 
 
+def test_a_process_does_not_take_its_own_answer_for_that_of_another_one(index: Index) -> None:
+    replica = index.attach()._replica
+    index.replica.close()  # the primary has died
+    assert starts_as_standby(replica.session, 0)
+    assert not starts_as_standby(replica.session, 0, replica.incarnation)
+
+
 @pytest.mark.parametrize("has_rows", [False, True])
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_an_empty_newcomer_does_not_end_a_server_that_was_there(

@@ -22,6 +22,10 @@ void SetControl(int fd, const ControlName& name) {
   ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), name.size());
 }
 
+void SetTcp(int fd, int option, int value) {
+  ::setsockopt(fd, IPPROTO_TCP, option, &value, sizeof(value));
+}
+
 // The congestion control that the system prefers: that of a new socket. None if there can be no
 // new socket.
 std::optional<ControlName> SystemControl() {
@@ -47,20 +51,34 @@ bool IsLoopback(const asio::ip::address& address) {
 
 void AvoidPacing(int fd) { SetControl(fd, kReno); }
 
+// Without TCP_USER_TIMEOUT, which would also break the connection to a peer that is too busy to
+// read.
+void DetectCuts(int fd) {
+  SetTcp(fd, TCP_KEEPIDLE, 2);
+  SetTcp(fd, TCP_KEEPINTVL, 1);
+  SetTcp(fd, TCP_KEEPCNT, 3);
+  SetTcp(fd, TCP_USER_TIMEOUT, 0);
+}
+
+Unacknowledged UnacknowledgedBy(int fd) {
+  tcp_info info = {};
+  socklen_t size = sizeof(info);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
+  return {info.tcpi_unacked > 0, std::chrono::milliseconds(info.tcpi_last_ack_recv)};
+}
+
 void ConfigureSocket(int fd) {
   constexpr int kKeepAliveIdleSeconds = 10;
   constexpr int kKeepAliveIntervalSeconds = 5;
   constexpr int kKeepAliveProbes = 4;
   constexpr int kUnacknowledgedMs = 30'000;
-  const auto set = [fd](int level, int name, int value) {
-    ::setsockopt(fd, level, name, &value, sizeof(value));
-  };
-  set(IPPROTO_TCP, TCP_NODELAY, 1);
-  set(SOL_SOCKET, SO_KEEPALIVE, 1);
-  set(IPPROTO_TCP, TCP_KEEPIDLE, kKeepAliveIdleSeconds);
-  set(IPPROTO_TCP, TCP_KEEPINTVL, kKeepAliveIntervalSeconds);
-  set(IPPROTO_TCP, TCP_KEEPCNT, kKeepAliveProbes);
-  set(IPPROTO_TCP, TCP_USER_TIMEOUT, kUnacknowledgedMs);
+  constexpr int kOn = 1;
+  ::setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &kOn, sizeof(kOn));
+  SetTcp(fd, TCP_NODELAY, kOn);
+  SetTcp(fd, TCP_KEEPIDLE, kKeepAliveIdleSeconds);
+  SetTcp(fd, TCP_KEEPINTVL, kKeepAliveIntervalSeconds);
+  SetTcp(fd, TCP_KEEPCNT, kKeepAliveProbes);
+  SetTcp(fd, TCP_USER_TIMEOUT, kUnacknowledgedMs);
   const std::optional<ControlName> control = PeerIsLoopback(fd) ? kReno : SystemControl();
   if (control.has_value()) SetControl(fd, *control);
 }

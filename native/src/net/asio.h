@@ -13,6 +13,7 @@
 #include <asio/read.hpp>
 #include <asio/steady_timer.hpp>
 #include <asio/write.hpp>
+#include <chrono>
 
 namespace persia::net {
 
@@ -31,5 +32,15 @@ void AvoidPacing(int fd);
 // the congestion control that the system prefers. Failures are ignored: the connection works
 // without them.
 void ConfigureSocket(int fd);
+// Of a connection that waits for answers, after ConfigureSocket(): it breaks five seconds after the
+// peer's host was heard last, unless something is sent meanwhile.
+void DetectCuts(int fd);
+
+// What the kernel knows of the bytes that were sent.
+struct Unacknowledged {
+  bool any = false;                   // sent, and not acknowledged; not those that await room there
+  std::chrono::milliseconds silence;  // since the last acknowledgement of any
+};
+Unacknowledged UnacknowledgedBy(int fd);
 
 }  // namespace persia::net

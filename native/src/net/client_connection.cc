@@ -10,9 +10,15 @@
 namespace persia::net {
 namespace {
 
-// An address behind which nobody refuses (a dropped
-// route) must not hold up the change to a better one.
-constexpr std::chrono::seconds kConnectTimeout{5};
+// Of resolving a name, and of what follows the connection of the socket.
+constexpr std::chrono::seconds kStepTimeout{5};
+// Of the socket to one address, behind which there may be no refusal (a dropped route). The kernel
+// tries again after 1, 3 and 7 s: a new socket finds a network that was mended sooner.
+constexpr std::chrono::milliseconds kSocketTimeout{1500};
+// A cut may leave no trace but that nothing is acknowledged, and the kernel then sends at 0.2, 0.6,
+// 1.4, 3, 6.2, 12.6 and 25.4 s. After so many intervals a new connection is tried instead.
+constexpr std::chrono::seconds kSilenceInterval{1};
+constexpr int kMostSilentIntervals = 3;
 // Of a challenge, or of a refusal: a peer that has proved nothing must not make this end take more.
 constexpr uint64_t kMaxHandshakeBytes = 4096;
 
@@ -47,7 +53,8 @@ ClientConnection::ClientConnection(asio::io_context& io, Listener* listener,
       security_(security),
       resolver_(io),
       socket_(io),
-      connect_timer_(io) {}
+      connect_timer_(io),
+      silence_timer_(io) {}
 
 // Wraps a completion handler, whatever its second argument: it keeps the connection alive, and runs
 // only while open.
@@ -63,10 +70,7 @@ auto ClientConnection::WhileOpen(const char* doing, Function function) {
 }
 
 void ClientConnection::Connect(const std::string& address) {
-  connect_timer_.expires_after(kConnectTimeout);
-  connect_timer_.async_wait([self = shared_from_this()](ErrorCode error) {
-    if (!error && self->listener_ != nullptr) self->Break("connecting timed out");
-  });
+  LimitTime(kStepTimeout, /*has_next=*/false);
   // Reported from the event loop, like every other failure: the listener is not called from within
   // Connect().
   auto parsed = ParseAddress(address);
@@ -81,6 +85,18 @@ void ClientConnection::Connect(const std::string& address) {
   const auto literal = asio::ip::make_address(parsed->host, not_literal);
   if (not_literal) return Resolve(parsed->host, parsed->port);
   ConnectTo({Tcp::endpoint(literal, parsed->port)});
+}
+
+// Of the present step; replaces the limit of the one before. `has_next`: the attempt ends, and the
+// next address is tried.
+void ClientConnection::LimitTime(std::chrono::milliseconds limit, bool has_next) {
+  connect_timer_.expires_after(limit);
+  connect_timer_.async_wait([self = shared_from_this(), has_next](ErrorCode cancelled) {
+    if (cancelled || self->listener_ == nullptr) return;
+    if (!has_next) return self->Break("connecting timed out");
+    ErrorCode ignored;
+    self->socket_.close(ignored);
+  });
 }
 
 // Asio resolves names on a thread of its own.
@@ -103,6 +119,7 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
   socket_.close(ignored);
   socket_.open(endpoint.protocol(), ignored);
   if (IsLoopback(endpoint.address())) AvoidPacing(socket_.native_handle());
+  LimitTime(kSocketTimeout, /*has_next=*/!endpoints.empty());
   socket_.async_connect(endpoint,
                         [self = shared_from_this(), rest = std::move(endpoints),
                          then = WhileOpen("", [this] { OnConnected(); })](ErrorCode error) mutable {
@@ -113,7 +130,9 @@ void ClientConnection::ConnectTo(std::vector<Tcp::endpoint> endpoints) {
 }
 
 void ClientConnection::OnConnected() {
+  LimitTime(kStepTimeout, /*has_next=*/false);
   ConfigureSocket(socket_.native_handle());
+  DetectCuts(socket_.native_handle());
   if (security_.tls == nullptr) return StartFrames();
   tls_ = std::make_unique<TlsStream>(security_.tls->Context(), socket_.native_handle(),
                                      TlsStream::Side::kClient);
@@ -274,6 +293,7 @@ void ClientConnection::ReadRest(size_t num_received) {
 // caller then needs one system call for its request and one for its reply.
 bool ClientConnection::Write(const FrameHeader& header, const Segments& segments) {
   out_.emplace(header, segments);
+  WatchSilence();
   if (out_->Write(socket_.native_handle(), tls_.get()) == FrameWriter::Result::kDone) return true;
   // Also after a failure: it shows again, from the event loop.
   socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
@@ -281,12 +301,35 @@ bool ClientConnection::Write(const FrameHeader& header, const Segments& segments
 }
 
 void ClientConnection::WriteRest() {
+  WatchSilence();
   switch (out_->Write(socket_.native_handle(), tls_.get())) {
     case FrameWriter::Result::kDone: return listener_->OnWritten();
     case FrameWriter::Result::kBroken: return Break(std::system_category().message(errno));
     case FrameWriter::Result::kBlocked:
       socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
   }
+}
+
+// While bytes are not acknowledged. What is acknowledged and not answered is watched by the kernel
+// (DetectCuts).
+void ClientConnection::WatchSilence() {
+  if (watches_silence_) return;
+  watches_silence_ = true;
+  silence_timer_.expires_after(kSilenceInterval);
+  silence_timer_.async_wait([self = shared_from_this()](ErrorCode cancelled) {
+    self->watches_silence_ = false;
+    if (!cancelled && self->listener_ != nullptr) self->CheckSilence();
+  });
+}
+
+void ClientConnection::CheckSilence() {
+  const Unacknowledged sent = UnacknowledgedBy(socket_.native_handle());
+  if (!sent.any || sent.silence < kSilenceInterval) num_silent_intervals_ = 0;
+  if (!sent.any) return;
+  if (sent.silence >= kSilenceInterval && ++num_silent_intervals_ == kMostSilentIntervals) {
+    return Break("the host of the peer does not answer");
+  }
+  WatchSilence();
 }
 
 void ClientConnection::Break(const std::string& reason) {
@@ -307,6 +350,7 @@ void ClientConnection::Close() {
   socket_.close(ignored);
   resolver_.cancel();
   connect_timer_.cancel();
+  silence_timer_.cancel();
 }
 
 }  // namespace persia::net

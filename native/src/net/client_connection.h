@@ -7,6 +7,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <span>
@@ -57,7 +58,8 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void Close();
 
  private:
-  // Tries the addresses of a name in their order, within one time limit for all.
+  void LimitTime(std::chrono::milliseconds limit, bool has_next);
+  // Tries the addresses of a name in their order.
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
   void OnConnected();
@@ -71,6 +73,8 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   void SendHandshake(Segments message);
   void Finish();
   void WriteRest();
+  void WatchSilence();
+  void CheckSilence();
   void ReadSome();
   void TakeFrames();
   void ReadBody(std::span<const std::byte> begun);
@@ -95,6 +99,9 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   Tcp::resolver resolver_;
   Tcp::socket socket_;
   asio::steady_timer connect_timer_;
+  asio::steady_timer silence_timer_;
+  bool watches_silence_ = false;    // silence_timer_ runs
+  int num_silent_intervals_ = 0;    // in a row, in which nothing was acknowledged
   std::optional<FrameWriter> out_;  // the frame that is being written
 
   // Bytes that came with one read, of any number of frames: small replies cost one system call.

@@ -141,15 +141,27 @@ def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
     wait_until(lambda: not is_alive(grandchild))
 
 
-def test_nothing_outlives_a_supervisor_that_is_killed():
+@pytest.mark.parametrize("is_starting", [False, True])
+def test_nothing_outlives_a_supervisor_that_is_killed(is_starting):
     code = """
 import os, sys, time
+from persia.launcher import supervisor
 from persia.launcher.supervisor import ProcessSpec, Supervisor
+
+class Started(supervisor.ManagedProcess):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        print(self.pid, flush=True)
+        time.sleep(1000)
+
+if sys.argv[1] == "True":  # it does not return from starting the process
+    supervisor.ManagedProcess = Started
 sleeper = ProcessSpec(name="p", command=("sleep", "1000"), env=dict(os.environ))
 print(Supervisor().start(sleeper).pid, flush=True)
 time.sleep(1000)
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as killed:
+    command = [sys.executable, "-c", code, str(is_starting)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
         sleeper = int(killed.stdout.readline())
         assert is_alive(sleeper)
         killed.kill()

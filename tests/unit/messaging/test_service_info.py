@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,3 +96,13 @@ def test_services_without_slots_have_no_modes():
 
 def test_text_for_people_names_the_essentials():
     assert str(INFO) == "embedding-worker 1 of 2 at 127.0.0.1:80 (pid 42)"
+
+
+def test_a_server_that_was_replaced_is_told_of_once(monkeypatch):
+    logger = Mock()
+    monkeypatch.setattr("persia.messaging.discovery.get_default_logger", lambda: logger)
+    replaced = dataclasses.replace(INFO, incarnation=0xAC)
+    successor = dataclasses.replace(INFO, incarnation=0xAD, term=1)
+    assert replaced.is_outranked_by(successor)
+    assert replaced.is_outranked_by(successor)
+    assert logger.warning.call_count == 1
