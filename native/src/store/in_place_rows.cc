@@ -221,10 +221,25 @@ uint64_t InPlaceRows::NumRemovals() const {
   return sum;
 }
 
+// Values and scalars in loops of their own: see probe_in_blocks.h.
+template <typename Visit>
+void InPlaceRows::ForEachLine(const SignRows& rows, Visit visit) const {
+  constexpr size_t kLineFloats = 16, kMaxFloats = 256;  // from there the processor follows
+  const RowShape shape = store_->all()[0].table().policies()->Of(rows.signs[0]).ShapeFor(rows.dim);
+  const size_t row_floats = std::min<size_t>(shape.Stride(), kMaxFloats);
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    if (rows.handles[i].cell == kNoCell) continue;
+    for (size_t j = 0; j < row_floats; j += kLineFloats) visit(rows.values[i] + j);
+  }
+  if (!shape.has_scalar) return;
+  for (const RowHandle& handle : rows.handles) {
+    if (handle.cell != kNoCell) visit(shards_[handle.shard].slabs->scalar(handle.cell));
+  }
+}
+
 void InPlaceRows::Locate(const SignRows& rows) {
   const RowPolicies* policies = store_->all()[0].table().policies();
   if (policies == nullptr || rows.signs.empty()) return;  // then there are no rows
-  const RowShape shape = policies->Of(rows.signs[0]).ShapeFor(rows.dim);
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     RowHandle& handle = rows.handles[i];
     const ShardView& shard = shards_[handle.shard];
@@ -234,15 +249,7 @@ void InPlaceRows::Locate(const SignRows& rows) {
     handle.cell = has_row ? entry->cell : kNoCell;
     if (has_row) rows.values[i] = shard.slabs->values(entry->cell);
   }
-  // Values and scalars in loops of their own: see probe_in_blocks.h.
-  const size_t row_floats = shape.Stride();
-  for (size_t i = 0; i < rows.signs.size(); ++i) {
-    if (rows.handles[i].cell != kNoCell) TouchRow(rows.values[i], row_floats);
-  }
-  if (!shape.has_scalar) return;
-  for (const RowHandle& handle : rows.handles) {
-    if (handle.cell != kNoCell) Touch(shards_[handle.shard].slabs->scalar(handle.cell));
-  }
+  ForEachLine(rows, [](const void* line) { __builtin_prefetch(line, 1); });
 }
 
 void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,
@@ -252,6 +259,8 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   const RowPolicy& policy = policies->Of(rows.signs[0]);
   const RowShape shape = policy.ShapeFor(rows.dim);
   const bool counts_updates = store_->counts_updates();
+  // Where the processor has dropped what Locate() asked for, reads of all rows overlap here.
+  ForEachLine(rows, [](const void* line) { Touch(line); });
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
   // Both gather some tens of rows: for the kernel, and to overlap the misses of the set.

@@ -142,6 +142,9 @@ class InPlaceRows {
 
  private:
   explicit InPlaceRows(ShardSet* store);
+  // visit(address) for each cache line of the rows and their scalars, up to a point.
+  template <typename Visit>
+  void ForEachLine(const SignRows& rows, Visit visit) const;
   // For a snapshot. The handles must be located.
   void SaveBeforeUpdate(const SignRows& rows) const;
 
