@@ -99,9 +99,9 @@ void UnnumberedPooling::PoolSingle(std::span<const SlotInputs> groups,
 }
 
 void UnnumberedPooling::Pool(const SlotInput& input, store::RecentRows* recent) const {
-  // So many signs and row pointers stay in the nearest caches. A bag with more is a block of its
-  // own.
-  constexpr size_t kBlockRows = 1024;
+  // So many signs and row pointers stay in the second-level cache. A bag with more is a block of
+  // its own.
+  constexpr size_t kBlockRows = 8192;
   thread_local Reused<uint64_t> sign_memory;
   thread_local Reused<const float*> row_memory;
   thread_local std::vector<uint32_t> offsets;

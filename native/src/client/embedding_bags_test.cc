@@ -372,10 +372,10 @@ TEST(EmbeddingBagsTest, InferenceReadsZerosAndChangesNothing) {
   EXPECT_EQ(bags->stats().lookups.num_inserted, before.lookups.num_inserted);
 }
 
-// A lookup for inference goes another way than one for training, in blocks of 1,024 rows: bags that
+// A lookup for inference goes another way than one for training, in blocks of 8,192 rows: bags that
 // are empty, end with a block, or are longer than one, with hash stacks, scaling and weights.
 TEST(EmbeddingBagsTest, InferenceHasTheBitsOfTraining) {
-  constexpr size_t kLengths[] = {0, 1, 1023, 1, 0, 0, 2500, 5, 1024, 3, 1, 340, 342};
+  constexpr size_t kLengths[] = {0, 1, 8191, 1, 0, 0, 20000, 5, 8192, 3, 1, 2730, 2732};
   for (const store::RowDtype dtype :
        {store::RowDtype::kFloat32, store::RowDtype::kFloat16, store::RowDtype::kBfloat16}) {
     EmbeddingBagsOptions options = Options(MixedSlots(), 2);
@@ -389,7 +389,7 @@ TEST(EmbeddingBagsTest, InferenceHasTheBitsOfTraining) {
       for (SlotIds& samples : slots) {
         for (size_t i = 0; i < samples.size(); ++i) {
           samples[i].resize(is_long ? kLengths[i] : 1);
-          for (uint64_t& id : samples[i]) id = rng() % 2000;
+          for (uint64_t& id : samples[i]) id = rng() % 20'000;
         }
       }
       const FlatBatch batch = Flatten(slots);

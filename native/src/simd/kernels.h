@@ -118,6 +118,11 @@ struct Kernels {
   // The standard normal distribution's quantile of p in (0, 1), to seven digits.
   double (*normal_quantile)(double p);
 
+  // store::SignKey and worker::FoldId plus a prefix, of many: a lookup has both for each ID.
+  void (*make_keys)(uint64_t* keys, const uint64_t* signs, size_t n);
+  void (*fold_ids)(uint64_t* signs, const uint64_t* ids, uint32_t id_bits, uint64_t prefix,
+                   size_t n);
+
   // The kernel of a validated config; optimizers.inc has the formulas.
   UpdateRows (*optimizer)(const OptimizerConfig& config);
 };

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "simd/kernels.h"
 #include "store/probe_in_blocks.h"
 
 namespace persia::store {
@@ -13,8 +14,6 @@ namespace {
 constexpr uint32_t kNoCell = RowSlabs::kNoCell;
 // Keys whose places in the index are brought into the cache together.
 constexpr size_t kInsertBlock = 256;
-// Signs that are looked for among recent rows before the rest of them is found in the index.
-constexpr size_t kReadBlock = 1024;
 
 uint64_t KeyOf(const MissingRow& missing) { return SignKey(missing.rows->signs[missing.index]); }
 
@@ -115,39 +114,59 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
+// A block's index lines are asked for, then the next block is looked for among the recent rows
+// while they are on their way: the reads of some hundred keys overlap.
 void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros,
                                  RecentRows* recent) const {
-  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  std::array<ReadBlock, 2> blocks;
+  for (size_t begin = 0, n = 0; begin < rows.signs.size(); begin += kReadBlock, ++n) {
+    BeginReading(rows, begin, recent, &blocks[n % 2]);
+    if (n > 0) EndReading(rows, zeros, recent, &blocks[(n - 1) % 2]);
+  }
+  const size_t num_blocks = (rows.signs.size() + kReadBlock - 1) / kReadBlock;
+  if (num_blocks > 0) EndReading(rows, zeros, recent, &blocks[(num_blocks - 1) % 2]);
+}
+
+void InPlaceRows::BeginReading(const SignRows& rows, size_t begin, RecentRows* recent,
+                               ReadBlock* block) const {
+  const size_t size = std::min(kReadBlock, rows.signs.size() - begin);
   std::array<uint64_t, kReadBlock> keys;
-  std::array<uint32_t, kReadBlock> numbers;
-  const auto shard_of = [&](size_t i) -> const ShardView& {
-    return shards_[ShardOfKey(keys[i], num_shards)];
-  };
-  for (size_t begin = 0; begin < rows.signs.size(); begin += kReadBlock) {
-    const size_t end = std::min(begin + kReadBlock, rows.signs.size());
-    size_t count = 0;  // of the keys whose rows are not among the recent ones
-    for (size_t i = begin; i < end; ++i) {
-      const uint64_t key = SignKey(rows.signs[i]);
-      const RecentRows::Row& row = recent->Of(key);
-      rows.values[i] = row.values;
-      keys[count] = key;
-      numbers[count] = static_cast<uint32_t>(i);
-      // Without a branch, which would be mispredicted for a third of the keys.
-      count += static_cast<size_t>(row.key != key);
-    }
-    recent->CountMisses(count);
-    // The kernels that read the rows ask for them ahead.
-    ProbeInBlocks(
-        count, /*row_floats=*/0, [&](size_t i) { return std::pair(keys[i], shard_of(i).index); },
-        [&](size_t i, const SignIndex::Entry* entry) {
-          const RowSlabs& slabs = *shard_of(i).slabs;
-          return slabs.dim(entry->cell) == rows.dim ? slabs.values(entry->cell) : nullptr;
-        },
-        [&](size_t i, const SignIndex::Entry*, const float* row) {
-          rows.values[numbers[i]] = row == nullptr ? zeros : row;
-          // Not without a row: the sign may get one before the next lookup.
-          if (row != nullptr) recent->Of(keys[i]) = {keys[i], row};
-        });
+  simd::ActiveKernels().make_keys(keys.data(), rows.signs.data() + begin, size);
+  // The recent rows are more than the first-level cache holds.
+  for (size_t i = 0; i < size; ++i) __builtin_prefetch(&recent->Of(keys[i]));
+  size_t count = 0;
+  for (size_t i = 0; i < size; ++i) {
+    const RecentRows::Row& row = recent->Of(keys[i]);
+    rows.values[begin + i] = row.values;
+    block->keys[count] = keys[i];
+    block->numbers[count] = static_cast<uint32_t>(begin + i);
+    // Without a branch, which would be mispredicted for a third of the keys.
+    count += static_cast<size_t>(row.key != keys[i]);
+  }
+  block->count = count;
+  recent->CountMisses(count);
+  for (size_t i = 0; i < count; ++i) {
+    block->entries[i] = ShardOf(block->keys[i]).index->HomeOf(block->keys[i]);
+    __builtin_prefetch(block->entries[i]);
+  }
+}
+
+// The kernels that read the rows ask for them ahead.
+void InPlaceRows::EndReading(const SignRows& rows, const float* zeros, RecentRows* recent,
+                             ReadBlock* block) const {
+  for (size_t i = 0; i < block->count; ++i) {
+    block->entries[i] = SignIndex::SkipHome(block->entries[i], block->keys[i]);
+    __builtin_prefetch(block->entries[i]);
+  }
+  for (size_t i = 0; i < block->count; ++i) {
+    const uint64_t key = block->keys[i];
+    const SignIndex::Entry* entry = SignIndex::FindFrom(block->entries[i], key);
+    const RowSlabs& slabs = *ShardOf(key).slabs;
+    const bool has_row = entry != nullptr && slabs.dim(entry->cell) == rows.dim;
+    const float* row = has_row ? slabs.values(entry->cell) : zeros;
+    rows.values[block->numbers[i]] = row;
+    // Not without a row: the sign may get one before the next lookup.
+    if (has_row) recent->Of(key) = {key, row};
   }
 }
 
@@ -202,10 +221,25 @@ uint64_t InPlaceRows::NumRemovals() const {
   return sum;
 }
 
+// Values and scalars in loops of their own: see probe_in_blocks.h.
+template <typename Visit>
+void InPlaceRows::ForEachLine(const SignRows& rows, Visit visit) const {
+  constexpr size_t kLineFloats = 16, kMaxFloats = 256;  // from there the processor follows
+  const RowShape shape = store_->all()[0].table().policies()->Of(rows.signs[0]).ShapeFor(rows.dim);
+  const size_t row_floats = std::min<size_t>(shape.Stride(), kMaxFloats);
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    if (rows.handles[i].cell == kNoCell) continue;
+    for (size_t j = 0; j < row_floats; j += kLineFloats) visit(rows.values[i] + j);
+  }
+  if (!shape.has_scalar) return;
+  for (const RowHandle& handle : rows.handles) {
+    if (handle.cell != kNoCell) visit(shards_[handle.shard].slabs->scalar(handle.cell));
+  }
+}
+
 void InPlaceRows::Locate(const SignRows& rows) {
   const RowPolicies* policies = store_->all()[0].table().policies();
   if (policies == nullptr || rows.signs.empty()) return;  // then there are no rows
-  const RowShape shape = policies->Of(rows.signs[0]).ShapeFor(rows.dim);
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     RowHandle& handle = rows.handles[i];
     const ShardView& shard = shards_[handle.shard];
@@ -215,15 +249,7 @@ void InPlaceRows::Locate(const SignRows& rows) {
     handle.cell = has_row ? entry->cell : kNoCell;
     if (has_row) rows.values[i] = shard.slabs->values(entry->cell);
   }
-  // Values and scalars in loops of their own: see probe_in_blocks.h.
-  const size_t row_floats = shape.Stride();
-  for (size_t i = 0; i < rows.signs.size(); ++i) {
-    if (rows.handles[i].cell != kNoCell) TouchRow(rows.values[i], row_floats);
-  }
-  if (!shape.has_scalar) return;
-  for (const RowHandle& handle : rows.handles) {
-    if (handle.cell != kNoCell) Touch(shards_[handle.shard].slabs->scalar(handle.cell));
-  }
+  ForEachLine(rows, [](const void* line) { __builtin_prefetch(line, 1); });
 }
 
 void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,
@@ -233,6 +259,8 @@ void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gra
   const RowPolicy& policy = policies->Of(rows.signs[0]);
   const RowShape shape = policy.ShapeFor(rows.dim);
   const bool counts_updates = store_->counts_updates();
+  // Where the processor has dropped what Locate() asked for, reads of all rows overlap here.
+  ForEachLine(rows, [](const void* line) { Touch(line); });
   if (has_snapshot_) [[unlikely]]
     SaveBeforeUpdate(rows);
   // Both gather some tens of rows: for the kernel, and to overlap the misses of the set.

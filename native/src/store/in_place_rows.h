@@ -21,6 +21,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstddef>
 #include <cstdint>
@@ -141,6 +142,9 @@ class InPlaceRows {
 
  private:
   explicit InPlaceRows(ShardSet* store);
+  // visit(address) for each cache line of the rows and their scalars, up to a point.
+  template <typename Visit>
+  void ForEachLine(const SignRows& rows, Visit visit) const;
   // For a snapshot. The handles must be located.
   void SaveBeforeUpdate(const SignRows& rows) const;
 
@@ -153,6 +157,23 @@ class InPlaceRows {
     bool has_removed;  // since the lookup whose rows are updated
     ShardSnapshot* snapshot;
   };
+
+  const ShardView& ShardOf(uint64_t key) const {
+    return shards_[ShardOfKey(key, static_cast<uint32_t>(shards_.size()))];
+  }
+
+  // FindForReading() in steps. So many signs are looked for among the recent rows; those that are
+  // not there, `count`, are on their way from the index.
+  static constexpr size_t kReadBlock = 256;
+  struct ReadBlock {
+    size_t count;
+    std::array<uint64_t, kReadBlock> keys;
+    std::array<uint32_t, kReadBlock> numbers;
+    std::array<SignIndex::Entry*, kReadBlock> entries;  // how far the search has come
+  };
+  void BeginReading(const SignRows& rows, size_t begin, RecentRows* recent, ReadBlock* block) const;
+  void EndReading(const SignRows& rows, const float* zeros, RecentRows* recent,
+                  ReadBlock* block) const;
 
   std::vector<ShardView> shards_;
   bool has_snapshot_ = false;

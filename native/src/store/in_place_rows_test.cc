@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <random>
 #include <span>
 
 #include "base/thread_pool.h"
+#include "simd/kernels.h"
 #include "store/store_test_util.h"
 
 namespace persia::store {
@@ -105,6 +107,22 @@ uint32_t NumUpdates(const EmbeddingStore& store, uint64_t sign) {
   uint32_t count = 77;
   EXPECT_TRUE(store.NumUpdates(std::span(&sign, 1), std::span(&count, 1)).ok());
   return count;
+}
+
+TEST(InPlaceRowsTest, KernelsMakeTheKeysOfSigns) {
+  std::mt19937_64 random(1);
+  std::vector<uint64_t> signs(300), keys(signs.size()), expected;
+  for (uint64_t& sign : signs) sign = random() >> (random() % 64);
+  for (const uint64_t sign : signs) expected.push_back(SignKey(sign));
+  for (const auto isa :
+       {simd::Isa::kScalar, simd::Isa::kAvx2, simd::Isa::kAvx512, simd::Isa::kNeon}) {
+    const simd::Kernels* kernels = simd::KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    // No multiple of a register's width.
+    kernels->make_keys(keys.data(), signs.data(), 8);
+    kernels->make_keys(keys.data() + 8, signs.data() + 8, signs.size() - 8);
+    EXPECT_EQ(keys, expected) << kernels->name;
+  }
 }
 
 // Few signs many times, of which some share a place among the recent rows; sign 0 has key 0, which

@@ -4,6 +4,7 @@
 
 #include "base/duration_stats.h"
 #include "base/hash.h"
+#include "simd/kernels.h"
 
 namespace persia::worker {
 namespace {
@@ -177,8 +178,8 @@ const SlotConfig* SlotTable::Find(std::string_view name) const {
 void SlotTable::MakeSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
                           uint64_t* signs) const {
   if (slot.hash_stack_rounds == 0) {
-    for (const uint64_t id : ids) *signs++ = FoldId(id, id_bits_) + slot.index_prefix;
-    return;
+    return simd::ActiveKernels().fold_ids(signs, ids.data(), id_bits_, slot.index_prefix,
+                                          ids.size());
   }
   for (const uint64_t id : ids) {
     uint64_t hash = id;

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "simd/kernels.h"
 #include "worker/worker_test_util.h"
 
 namespace persia::worker {
@@ -23,6 +24,24 @@ TEST(FoldIdTest, IsTheRemainder) {
     for (int i = 0; i < 1000; ++i) {
       const uint64_t id = rng() >> (rng() % 64);
       EXPECT_EQ(FoldId(id, id_bits), id % modulus) << id << " in " << id_bits;
+    }
+  }
+}
+
+TEST(FoldIdTest, KernelsFoldMany) {
+  std::mt19937_64 rng(1);
+  for (const uint32_t id_bits : {32u, 56u, 63u}) {
+    const uint64_t modulus = (uint64_t{1} << id_bits) - 1, prefix = uint64_t{1} << id_bits;
+    std::vector<uint64_t> ids = {0, 1, modulus - 1, modulus, modulus + 1, 2 * modulus, UINT64_MAX};
+    while (ids.size() < 300) ids.push_back(rng() >> (rng() % 64));
+    std::vector<uint64_t> expected, signs(ids.size());
+    for (const uint64_t id : ids) expected.push_back(FoldId(id, id_bits) + prefix);
+    for (const auto isa :
+         {simd::Isa::kScalar, simd::Isa::kAvx2, simd::Isa::kAvx512, simd::Isa::kNeon}) {
+      const simd::Kernels* kernels = simd::KernelsFor(isa);
+      if (kernels == nullptr) continue;
+      kernels->fold_ids(signs.data(), ids.data(), id_bits, prefix, ids.size());
+      EXPECT_EQ(signs, expected) << kernels->name;
     }
   }
 }
