@@ -64,7 +64,10 @@ Unacknowledged UnacknowledgedBy(int fd) {
   tcp_info info = {};
   socklen_t size = sizeof(info);
   if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  return {info.tcpi_unacked > 0, std::chrono::milliseconds(info.tcpi_last_ack_recv)};
+  // Where the peer has no room, the kernel asks for it by probes, and a living host acknowledges
+  // them.
+  return {info.tcpi_unacked > 0 || info.tcpi_probes > 0,
+          std::chrono::milliseconds(info.tcpi_last_ack_recv)};
 }
 
 void ConfigureSocket(int fd) {

@@ -38,7 +38,7 @@ void DetectCuts(int fd);
 
 // What the kernel knows of the bytes that were sent.
 struct Unacknowledged {
-  bool any = false;                   // sent, and not acknowledged; not those that await room there
+  bool any = false;  // sent, and not acknowledged; or a question whether there is room
   std::chrono::milliseconds silence;  // since the last acknowledgement of any
 };
 Unacknowledged UnacknowledgedBy(int fd);

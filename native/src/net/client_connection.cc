@@ -91,12 +91,19 @@ void ClientConnection::Connect(const std::string& address) {
 // next address is tried.
 void ClientConnection::LimitTime(std::chrono::milliseconds limit, bool has_next) {
   connect_timer_.expires_after(limit);
-  connect_timer_.async_wait([self = shared_from_this(), has_next](ErrorCode cancelled) {
-    if (cancelled || self->listener_ == nullptr) return;
-    if (!has_next) return self->Break("connecting timed out");
-    ErrorCode ignored;
-    self->socket_.close(ignored);
-  });
+  connect_timer_.async_wait(
+      [self = shared_from_this(), has_next, step = ++connect_step_](ErrorCode cancelled) {
+        // A handler that was due when the step ended cannot be cancelled any more.
+        if (cancelled || self->listener_ == nullptr || step != self->connect_step_) return;
+        if (!has_next) return self->Break("connecting timed out");
+        ErrorCode ignored;
+        self->socket_.close(ignored);
+      });
+}
+
+void ClientConnection::EndTimeLimit() {
+  ++connect_step_;
+  connect_timer_.cancel();
 }
 
 // Asio resolves names on a thread of its own.
@@ -165,7 +172,7 @@ void ClientConnection::StartFrames() {
 }
 
 void ClientConnection::Finish() {
-  connect_timer_.cancel();
+  EndTimeLimit();
   listener_->OnConnected();
 }
 
@@ -294,7 +301,8 @@ void ClientConnection::ReadRest(size_t num_received) {
 bool ClientConnection::Write(const FrameHeader& header, const Segments& segments) {
   out_.emplace(header, segments);
   WatchSilence();
-  if (out_->Write(socket_.native_handle(), tls_.get()) == FrameWriter::Result::kDone) return true;
+  write_waits_ = out_->Write(socket_.native_handle(), tls_.get()) != FrameWriter::Result::kDone;
+  if (!write_waits_) return true;
   // Also after a failure: it shows again, from the event loop.
   socket_.async_wait(Tcp::socket::wait_write, WhileOpen("", [this] { WriteRest(); }));
   return false;
@@ -302,7 +310,9 @@ bool ClientConnection::Write(const FrameHeader& header, const Segments& segments
 
 void ClientConnection::WriteRest() {
   WatchSilence();
-  switch (out_->Write(socket_.native_handle(), tls_.get())) {
+  const FrameWriter::Result result = out_->Write(socket_.native_handle(), tls_.get());
+  write_waits_ = result == FrameWriter::Result::kBlocked;
+  switch (result) {
     case FrameWriter::Result::kDone: return listener_->OnWritten();
     case FrameWriter::Result::kBroken: return Break(std::system_category().message(errno));
     case FrameWriter::Result::kBlocked:
@@ -310,8 +320,8 @@ void ClientConnection::WriteRest() {
   }
 }
 
-// While bytes are not acknowledged. What is acknowledged and not answered is watched by the kernel
-// (DetectCuts).
+// While bytes are not acknowledged, or wait for room at the peer. What is acknowledged and not
+// answered is watched by the kernel (DetectCuts).
 void ClientConnection::WatchSilence() {
   if (watches_silence_) return;
   watches_silence_ = true;
@@ -325,8 +335,9 @@ void ClientConnection::WatchSilence() {
 void ClientConnection::CheckSilence() {
   const Unacknowledged sent = UnacknowledgedBy(socket_.native_handle());
   if (!sent.any || sent.silence < kSilenceInterval) num_silent_intervals_ = 0;
-  if (!sent.any) return;
-  if (sent.silence >= kSilenceInterval && ++num_silent_intervals_ == kMostSilentIntervals) {
+  if (!sent.any && !write_waits_) return;
+  if (sent.any && sent.silence >= kSilenceInterval &&
+      ++num_silent_intervals_ == kMostSilentIntervals) {
     return Break("the host of the peer does not answer");
   }
   WatchSilence();

@@ -59,6 +59,7 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
 
  private:
   void LimitTime(std::chrono::milliseconds limit, bool has_next);
+  void EndTimeLimit();
   // Tries the addresses of a name in their order.
   void ConnectTo(std::vector<Tcp::endpoint> endpoints);
   void Resolve(const std::string& host, uint16_t port);
@@ -99,10 +100,12 @@ class ClientConnection : public std::enable_shared_from_this<ClientConnection> {
   Tcp::resolver resolver_;
   Tcp::socket socket_;
   asio::steady_timer connect_timer_;
+  uint64_t connect_step_ = 0;  // that connect_timer_ limits
   asio::steady_timer silence_timer_;
   bool watches_silence_ = false;    // silence_timer_ runs
   int num_silent_intervals_ = 0;    // in a row, in which nothing was acknowledged
   std::optional<FrameWriter> out_;  // the frame that is being written
+  bool write_waits_ = false;        // for room at the peer
 
   // Bytes that came with one read, of any number of frames: small replies cost one system call.
   // What is long is read into its Buffer.

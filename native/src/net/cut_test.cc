@@ -82,17 +82,43 @@ TEST(CutTest, AReplyThatDoesNotArriveIsAskedForAgainOnANewConnection) {
   EXPECT_EQ(num_begun, 2);
 }
 
-// Its kernel acknowledges what it has room for: a new connection would have no more of it.
+// Takes a connection and never reads from it. Its kernel acknowledges what it has room for.
+class BusyPeer {
+ public:
+  uint16_t port() const { return acceptor_.local_endpoint().port(); }
+  void Accept() { accepted_.push_back(acceptor_.accept()); }
+
+ private:
+  asio::io_context io_;
+  Tcp::acceptor acceptor_{io_, {asio::ip::address_v4::loopback(), 0}};
+  std::vector<Tcp::socket> accepted_;
+};
+
+// A new connection would have no more of it.
 TEST(CutTest, APeerThatDoesNotReadKeepsItsConnection) {
-  asio::io_context io;
-  Tcp::acceptor acceptor(io, {asio::ip::address_v4::loopback(), 0});
+  BusyPeer peer;
   Channel channel({.peer = "busy"});
-  channel.SetAddress(Loopback(acceptor.local_endpoint().port()));
+  channel.SetAddress(Loopback(peer.port()));
   const auto body = Pattern(64 << 20);
-  std::thread caller([&] { EXPECT_FALSE(channel.Call(kEcho, SegmentsOf(body), In(5000)).ok()); });
-  Tcp::socket accepted = acceptor.accept();
+  std::thread caller([&] { EXPECT_FALSE(channel.Call(kEcho, SegmentsOf(body), In(8000)).ok()); });
+  peer.Accept();
   caller.join();
   EXPECT_EQ(channel.stats().metrics["num_connects"], 1);
+}
+
+// The kernel has sent all that there was room for, and asks for more, which is not answered.
+TEST(CutTest, APeerThatHadNoRoomAndIsCutOffIsTriedAgain) {
+  BusyPeer peer;
+  Channel channel({.peer = "busy"});
+  channel.SetAddress(Loopback(peer.port()));
+  const auto body = Pattern(64 << 20);
+  std::thread caller([&] { EXPECT_FALSE(channel.Call(kEcho, SegmentsOf(body), In(30'000)).ok()); });
+  peer.Accept();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));  // until its room is used up
+  CutAll(peer.port(), /*at_server=*/true);
+  peer.Accept();  // of a new connection
+  channel.Close();
+  caller.join();
 }
 
 }  // namespace
