@@ -9,6 +9,7 @@ import pytest
 
 WRONG = {
     "batches": ["--batch-size=0", "--features=x", "--repetitions=-1"],
+    "builds": ["--turns=0", "--seconds=0", "--core=-1"],
     "checkpoints": [
         *("--rows=99", "--dim=0", "--dim=65537", "--servers=0", "--repeats=0", "--blocks=-1"),
         *("--batch-size=1.5", "--dump-percent=0", "--dump-percent=101", "--directory=missing"),
