@@ -114,8 +114,8 @@ class BatchSender:
     def wait_for_job(self) -> None:
         """Returns once all embedding workers and NN workers answer; later ones are followed."""
         # Watched first: a process that leaves between question and watch would be asked until the deadline.
-        self._directory.watch(NN_WORKER, self._on_nn_worker, on_return=self._on_rank_return)
-        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_return=self._on_worker_return)
+        self._directory.watch(NN_WORKER, self._on_nn_worker, on_joined=self._on_rank_joined)
+        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_joined=self._on_worker_joined)
         for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
             self._workers[worker.index] = worker.incarnation
         self.world_size = len(self._directory.wait_for(NN_WORKER, self._deadline_s))
@@ -295,10 +295,12 @@ class BatchSender:
         elif self._workers.get(index) == incarnation:  # else its successor has joined before
             del self._workers[index]
 
-    def _on_rank_return(self, rank: ServiceInfo) -> None:
-        self._session.interrupt(self._session.subjects.batch(rank.index))
+    def _on_rank_joined(self, rank: ServiceInfo) -> None:
+        subjects = self._session.subjects
+        for subject in (subjects.position, subjects.batch, subjects.end):
+            self._session.interrupt(subject(rank.index))
 
-    def _on_worker_return(self, worker: ServiceInfo) -> None:
+    def _on_worker_joined(self, worker: ServiceInfo) -> None:
         self._unavailable.pop(worker.index, None)
         self._session.interrupt(self._session.subjects.ids(worker.index))
 
