@@ -62,6 +62,8 @@ class UnavailableError(PersiaError, ConnectionError):
     # The broker has answered that no one listens on the subject of the request. A mark and no class: a
     # receiver that passes the error on sends the name of its class.
     has_no_listener = False
+    # The reply was lost with a connection to the broker: it says nothing about the peer.
+    is_lost = False
 
 
 class DeadlineExceededError(PersiaError, TimeoutError):

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -63,19 +63,23 @@ class Job:
     steps: list[float] = field(default_factory=list)
 
     def await_step(self, step: int, timeout_s: float = 240) -> None:
-        rank = self.processes["rank"]
-        for _ in Attempts(timeout_s):
-            if len(self.steps) >= step:
-                return
-            if rank.exit_code is not None:
-                break
-        raise AssertionError(f"step {step} has not come:\n{rank.output}")
+        if not self._comes(lambda: len(self.steps) >= step, timeout_s):
+            raise AssertionError(f"step {step} has not come:\n{self.processes['rank'].output}")
 
     def await_log(self, host: str, text: str, timeout_s: float = 240) -> None:
+        process = self.processes[host]
+        if not self._comes(lambda: text in process.output, timeout_s):
+            raise AssertionError(f"{host} has not written {text!r}:\n{process.output}")
+
+    def _comes(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Whether `condition` becomes true before the rank ends."""
         for _ in Attempts(timeout_s):
-            if text in self.processes[host].output:
-                return
-        raise AssertionError(f"{host} has not written {text!r}:\n{self.processes[host].output}")
+            has_ended = self.processes["rank"].exit_code is not None
+            if condition():
+                return True
+            if has_ended:
+                break
+        return False
 
     def paused_s(self, since: float) -> float:
         """The sum of all pauses of more than a second between two steps, after `since`."""

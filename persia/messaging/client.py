@@ -1,25 +1,69 @@
-"""The NATS client with the job's TLS: it sends no password to a broker that has not shown a certificate."""
+"""The NATS client with the job's TLS: it sends no password to a broker that has not shown a certificate.
+
+It notices when the network to the broker is cut.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
+import struct
 
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
 from persia.security.tls import TlsFiles
 
-# The kernel breaks a connection whose other end it has not heard for so long. It would try ever more seldom
-# otherwise: after a cut of 15 s, its next try may be 10 s away.
-_SILENCE_MS = 4000
-_SOCKET_OPTIONS = (
+_CHECK_S = 1.0
+_NUM_UNANSWERED = 4  # checks in a row, after which a connection is cut
+_KEEPALIVE = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),  # seconds, as the next
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),  # seconds, as the next
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MS),
 )
+# Of struct tcp_info (linux/tcp.h): tcpi_probes, tcpi_unacked, and the milliseconds tcpi_last_data_sent,
+# tcpi_last_data_recv and tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("=3xB4x16xI16xI4xII")
+
+
+class CutDetector:
+    """Breaks a connection 4 to 5 s after the kernel last heard its other end, of which it awaits an answer.
+
+    The kernel would try ever more seldom: after a cut of 15 s, its next try may be 10 s away. Its
+    TCP_USER_TIMEOUT would also break the connection to a broker that does not read for a while, whose kernel
+    answers.
+    """
+
+    def __init__(self, transport: asyncio.WriteTransport, loop: asyncio.AbstractEventLoop) -> None:
+        """Checks `transport` on `loop` until it is closed."""
+        self._transport, self._loop = transport, loop
+        self._connection = transport.get_extra_info("socket")
+        self._num_unanswered = 0
+        for level, option, value in _KEEPALIVE:
+            self._connection.setsockopt(level, option, value)
+        loop.call_later(_CHECK_S, self.check)
+
+    def check(self) -> None:
+        try:
+            info = self._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        except OSError:  # it is closed
+            return
+        self._num_unanswered = self._num_unanswered + 1 if _is_unanswered(info) else 0
+        if self._num_unanswered < _NUM_UNANSWERED:
+            self._loop.call_later(_CHECK_S, self.check)
+        else:
+            self._transport.abort()
+
+
+def _is_unanswered(tcp_info: bytes) -> bool:
+    """Whether something was sent, and nothing heard since, nor since the last check."""
+    num_probes, num_unacknowledged, sent_ms, data_ms, ack_ms = _TCP_INFO.unpack(tcp_info)
+    heard_ms = min(data_ms, ack_ms)
+    # What a full peer drops is sent ever more seldom, and each time the peer answers that it is full.
+    awaits_answer: bool = num_probes > 0 or (num_unacknowledged > 0 and sent_ms < heard_ms)
+    return awaits_answer and heard_ms >= 1000 * _CHECK_S
 
 
 class PlainBrokerError(NatsError):
@@ -49,16 +93,10 @@ class NatsClient(Client):
         is_wanted = self._tls is not None or (server is not None and server.uri.scheme == "tls")
         if is_wanted and not self._server_info.get("tls_required"):
             raise PlainBrokerError
-        self._detect_cuts()
+        if (writer := getattr(self._transport, "_io_writer", None)) is not None:  # none with web sockets
+            CutDetector(writer.transport, asyncio.get_running_loop())
         command: bytes = super()._connect_command()
         return command
-
-    def _detect_cuts(self) -> None:
-        writer = getattr(self._transport, "_io_writer", None)  # none with web sockets
-        connection = None if writer is None else writer.get_extra_info("socket")
-        if connection is not None:
-            for level, option, value in _SOCKET_OPTIONS:
-                connection.setsockopt(level, option, value)
 
 
 def _is_not_about_eof(record: logging.LogRecord) -> bool:

@@ -270,16 +270,16 @@ class Directory:
         role: str,
         callback: Callable[[ServiceEvent], None],
         *,
-        on_return: Callable[[ServiceInfo], None] = lambda _info: None,
+        on_joined: Callable[[ServiceInfo], None] = lambda _info: None,
     ) -> Registration:
         """Calls `callback` for each service of `role` that joins or leaves from now on, one at a time.
 
         A service is reported once for each incarnation, also when its event is missed while the broker is
-        away. Watch first and then `wait_for`, so that no restart falls between them. `on_return` is called
-        for one that was reported before and has lost its connection to the broker since: what it was asked
-        meanwhile may be lost.
+        away. Watch first and then `wait_for`, so that no restart falls between them. `on_joined` is called
+        after each message that a service has joined, also one without news: the service has lost its
+        connection to the broker, and what it was asked meanwhile may be lost.
         """
-        return _Watch(self._session, role, callback, on_return)
+        return _Watch(self._session, role, callback, on_joined)
 
     def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
         """Asks replica `index` of `role` to answer within `timeout_s`; None when it does not."""
@@ -357,10 +357,10 @@ class _Watch(Registration):
         session: Session,
         role: str,
         callback: Callable[[ServiceEvent], None],
-        on_return: Callable[[ServiceInfo], None],
+        on_joined: Callable[[ServiceInfo], None],
     ) -> None:
         self._role = role
-        self._callback, self._on_return = callback, on_return
+        self._callback, self._on_joined = callback, on_joined
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
         self._terms: dict[int, int] = {}
@@ -384,25 +384,25 @@ class _Watch(Registration):
                 "ignored an event of %s on the subject of %s", event.info, self._role
             )
             return
-        if not self._take(event) and event.kind is EventKind.JOINED:
-            self._on_return(event.info)
+        if self._take(event) and event.kind is EventKind.JOINED:
+            self._on_joined(event.info)
 
     def _ask(self, session: Session, role: str) -> None:
         for info in _who(session, role, _LONGEST_ROUND_S):
             self._take(ServiceEvent(EventKind.JOINED, info))
 
     def _take(self, event: ServiceEvent) -> bool:
-        """False: it is no news, as it was reported before."""
+        """False: it comes from a service that was replaced."""
         info = event.info
         with self._lock:
             if event.kind is EventKind.JOINED:
                 # One that was replaced while it was cut off says that it has joined when it returns.
                 if info.term < self._terms.get(info.index, 0):
-                    return True
+                    return False
                 self._terms[info.index] = info.term
                 # Seen already: after a reconnect services are asked, and each also publishes that it joined.
                 if self._incarnations.get(info.index) == info.incarnation:
-                    return False
+                    return True
                 self._incarnations[info.index] = info.incarnation
             self._callback(event)
         return True

@@ -305,7 +305,9 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             yield
         except asyncio.CancelledError:
             self._refusals.raise_if_refused("publish", subject)
-            raise UnavailableError(f"{subject}: a connection to NATS at {self._address} was lost") from None
+            error = UnavailableError(f"{subject}: a connection to NATS at {self._address} was lost")
+            error.is_lost = True
+            raise error from None
         finally:
             self._waiting.pop(task, None)
         self._refusals.raise_if_refused("publish", subject)

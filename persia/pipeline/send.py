@@ -44,8 +44,9 @@ if TYPE_CHECKING:
 # Much longer than a receiver holds a request, so that its reply is not given up on its way.
 _REQUEST_TIMEOUT_S = 10.0
 _RETRY_S = 0.1  # after a peer that is absent, or did not answer
-# Of a worker that another one can replace. The broker still delivers to one whose host has vanished.
-_REPLACEABLE_TIMEOUT_S = 3.0
+# Of a worker that another one can replace: the broker still delivers to one whose host has vanished. At least
+# the second number times as long as the last answer took, or slow workers would seem to be dead.
+_REPLACEABLE_TIMEOUT_S, _TIMES_LAST_ANSWER = 3.0, 3.0
 # How long a worker that did not answer is left out, while another one takes its batches: doubled each time.
 _UNAVAILABLE_S, _LONGEST_UNAVAILABLE_S = 5.0, 40.0
 # A receiver that answers "full" is alive, and a long evaluation is no failure: it has this many times the
@@ -107,6 +108,7 @@ class BatchSender:
         self._workers: dict[int, int] = {}  # index to incarnation, of those that take batches
         # Of workers that did not answer: until when they are left out (time.monotonic()), and for how long.
         self._unavailable: dict[int, tuple[float, float]] = {}
+        self._last_answer_s = math.inf  # how long the last worker took to answer
         self._known: DataPosition | None = None  # of this loader's batches: those that no rank needs
         self.position = 0  # batches of this loader before the next one
         self.num_sent = self.world_size = 0
@@ -114,8 +116,8 @@ class BatchSender:
     def wait_for_job(self) -> None:
         """Returns once all embedding workers and NN workers answer; later ones are followed."""
         # Watched first: a process that leaves between question and watch would be asked until the deadline.
-        self._directory.watch(NN_WORKER, self._on_nn_worker, on_return=self._on_rank_return)
-        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_return=self._on_worker_return)
+        self._directory.watch(NN_WORKER, self._on_nn_worker, on_joined=self._on_rank_joined)
+        self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_joined=self._on_worker_joined)
         for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
             self._workers[worker.index] = worker.incarnation
         self.world_size = len(self._directory.wait_for(NN_WORKER, self._deadline_s))
@@ -144,7 +146,7 @@ class BatchSender:
             request = PositionRequest(self._index, self._replicas, resume).encode()
             trained, received = DataPosition(), []
             for rank in range(self.world_size):
-                left = partial(self._departed.__contains__, rank)
+                left = partial(self._has_departed, rank)
                 # Answered by StreamReceiver._on_position (receive.py).
                 subject = self._session.subjects.position(rank)
                 answer = self._request(
@@ -204,7 +206,7 @@ class BatchSender:
             peer, left = f"embedding worker {index}", partial(self._can_replace, index)
             # Answered by RegisterBatchHandler below, on a thread of the worker's session.
             subject = self._session.subjects.ids(index)
-            timeout_s = _REPLACEABLE_TIMEOUT_S if left() else _REQUEST_TIMEOUT_S
+            timeout_s, begin = self._timeout_of(index), time.monotonic()
             answer = self._request(subject, request, peer, silence, left, timeout_s)
             if answer is None:  # to another worker
                 if silence.over:
@@ -214,6 +216,7 @@ class BatchSender:
                     )
                 self._leave_out(index)
                 continue
+            self._last_answer_s = time.monotonic() - begin
             self._unavailable.pop(index, None)
             silence = Deadline(self._deadline_s)
             reply = FlowReply.decode(answer)
@@ -222,7 +225,7 @@ class BatchSender:
             _wait_for_room(reply, peer, room)
 
     def _submit(self, rank: int, subject: str, payload: bytes, deadline_s: float) -> None:
-        peer, left = f"NN worker {rank}", partial(self._departed.__contains__, rank)
+        peer, left = f"NN worker {rank}", partial(self._has_departed, rank)
         room = Deadline(_FULL_PATIENCE * deadline_s)
         while True:
             answer = self._request(subject, payload, peer, Deadline(deadline_s), left)
@@ -241,7 +244,7 @@ class BatchSender:
         payload: bytes,
         peer: str,
         deadline: Deadline,
-        has_left: Callable[[], bool],
+        has_left: Callable[[PersiaError], bool],
         timeout_s: float = _REQUEST_TIMEOUT_S,
     ) -> bytes | None:
         """Repeats the request until it is answered.
@@ -249,13 +252,13 @@ class BatchSender:
         A rank recognises a repeated batch by its batch_id. An embedding worker registers repeated ID features
         again, and the unused reference expires.
 
-        None: the peer does not answer, and `has_left` or can be replaced.
+        None: it failed with an error after which the peer `has_left`, or is to be replaced.
         """
         while True:
             try:
                 return self._session.request(subject, payload, min(timeout_s, deadline.left_s()))
             except (UnavailableError, DeadlineExceededError) as failure:
-                if has_left():
+                if has_left(failure):
                     return None
                 if deadline.left_s() <= _RETRY_S:  # no time for another try, whose error would say nothing
                     raise UnavailableError(
@@ -277,9 +280,21 @@ class BatchSender:
         for_s = min(2 * before_s, _LONGEST_UNAVAILABLE_S)
         self._unavailable[index] = (time.monotonic() + for_s, for_s)
 
-    def _can_replace(self, index: int) -> bool:
+    def _timeout_of(self, index: int) -> float:
+        if not self._can_replace(index):
+            return _REQUEST_TIMEOUT_S
+        patience_s = max(_REPLACEABLE_TIMEOUT_S, _TIMES_LAST_ANSWER * self._last_answer_s)
+        return min(patience_s, _REQUEST_TIMEOUT_S)
+
+    def _can_replace(self, index: int, failure: PersiaError | None = None) -> bool:
         """Whether another worker is to be asked instead of one that does not answer."""
+        # The worker may be well if a connection to the broker was lost, its own or that of this process.
+        if getattr(failure, "is_lost", False) or not self._session.is_connected:
+            return False
         return any(i != index for i in self._available_workers())
+
+    def _has_departed(self, rank: int, _failure: PersiaError) -> bool:
+        return rank in self._departed
 
     def _on_nn_worker(self, event: ServiceEvent) -> None:
         if event.kind is EventKind.LEFT:
@@ -295,10 +310,12 @@ class BatchSender:
         elif self._workers.get(index) == incarnation:  # else its successor has joined before
             del self._workers[index]
 
-    def _on_rank_return(self, rank: ServiceInfo) -> None:
-        self._session.interrupt(self._session.subjects.batch(rank.index))
+    def _on_rank_joined(self, rank: ServiceInfo) -> None:
+        subjects = self._session.subjects
+        for subject in (subjects.position, subjects.batch, subjects.end):
+            self._session.interrupt(subject(rank.index))
 
-    def _on_worker_return(self, worker: ServiceInfo) -> None:
+    def _on_worker_joined(self, worker: ServiceInfo) -> None:
         self._unavailable.pop(worker.index, None)
         self._session.interrupt(self._session.subjects.ids(worker.index))
 

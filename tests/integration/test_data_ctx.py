@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from persia.errors import FailedPreconditionError, UnavailableError
 from persia.job.connection import JobConnection
 from persia.messaging.payloads import EndOfStream, FlowReply, PositionReply, ReplyStatus, SubmittedBatch
 from persia.messaging.subjects import EMBEDDING_WORKER, NN_WORKER
+from persia.pipeline import send
 from persia.security.secret import TRAINER
 from persia.testing import LocalNats
 
@@ -28,24 +30,40 @@ Answer = Callable[[], ReplyStatus]
 class Receivers:
     """One embedding worker and one NN rank that answer as told, and keep what they were sent."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: Answer, *, loses_first: bool = False) -> None:
+        """`loses_first`: the first request on each subject meets a connection that is just made again."""
         self.worker = JobConnection.connect("worker", TRAINER)
         self.rank = JobConnection.connect("rank", TRAINER)
         self.answer = answer
         self.batches: list[SubmittedBatch] = []
         self.ends: list[EndOfStream] = []
         self.answer_to_end = ReplyStatus.OK
-        session = self.rank.session
-        self.worker.session.respond(session.subjects.ids(0), self.on_ids)
-        session.respond(session.subjects.batch(0), self.on_batch)
-        session.respond(session.subjects.end(0), self.on_end)
-        session.respond(session.subjects.position(0), lambda _: PositionReply((), 0).encode())
+        self.lost: set[str] = set()  # by subject, if the first is to be lost
+        subjects = self.rank.session.subjects
+        answers = (
+            (self.worker, subjects.ids(0), self.on_ids),
+            (self.rank, subjects.batch(0), self.on_batch),
+            (self.rank, subjects.end(0), self.on_end),
+            (self.rank, subjects.position(0), lambda _: PositionReply((), 0).encode()),
+        )
+        for connection, subject, handler in answers:
+            handle = partial(self.lose_first, connection, subject, handler) if loses_first else handler
+            connection.session.respond(subject, handle)
         self.worker.advertise(EMBEDDING_WORKER, 0, 1, slot_modes=("",))
         self.rank.advertise(NN_WORKER, 0, 1)
 
     def close(self) -> None:
         self.worker.close()
         self.rank.close()
+
+    def lose_first(
+        self, connection: JobConnection, subject: str, handler: Callable[[bytes], bytes], payload: bytes
+    ) -> bytes | None:
+        if subject in self.lost:
+            return handler(payload)
+        self.lost.add(subject)
+        connection._advertisers[0].publish_again()  # as after each connection
+        return None
 
     def on_ids(self, payload: bytes) -> bytes:
         return FlowReply(self.answer(), 10, 1, 7, "scripted").encode()
@@ -91,6 +109,23 @@ def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for() ->
         assert full[0] > 1
         assert [(b.batch_id, b.reference) for b in receivers.batches] == [(0, 7)]
         assert [(end.num_batches, end.error) for end in receivers.ends] == [(1, None)]
+    finally:
+        receivers.close()
+
+
+@pytest.mark.usefixtures("job")
+def test_what_was_lost_with_a_connection_of_a_receiver_is_repeated_when_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "60")
+    env.reload_env()
+    monkeypatch.setattr(send, "_REQUEST_TIMEOUT_S", 60.0)  # there is no second try after a time-out
+    receivers = Receivers(lambda: ReplyStatus.OK, loses_first=True)
+    try:
+        with DataCtx() as ctx:
+            ctx.send_data(batch())
+        assert len(receivers.lost) == 4
+        assert (len(receivers.batches), len(receivers.ends)) == (1, 1)
     finally:
         receivers.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -291,6 +292,27 @@ def test_a_lost_connection_fails_the_requests_under_way_and_comes_back(job_name)
         broker.restart()
         assert all(event.wait(DEADLINE_S) for event in reconnected)
         assert client.request("echo", b"again", DEADLINE_S) == b"again"
+
+
+def test_a_broker_that_does_not_read_for_a_while_keeps_its_connection(job_name):
+    with LocalNats() as broker, NatsSession(broker.url, job_name, name="client") as client:
+        client.connect(DEADLINE_S)
+        client.respond("echo.large", echo)
+        (process,) = broker._supervisor.processes
+        os.kill(process.pid, signal.SIGSTOP)
+        replies = []
+        payload = bytes(32 << 20)  # more than the buffers of the connection take
+
+        def request():
+            replies.append(client.request("echo.large", payload, 10 * DEADLINE_S))
+
+        thread = threading.Thread(target=request)
+        thread.start()
+        time.sleep(6.5)  # longer than the silence after which a connection is cut, 5 s
+        os.kill(process.pid, signal.SIGCONT)
+        thread.join(DEADLINE_S)
+        assert replies == [payload]
+        assert client.num_reconnects == 0
 
 
 @pytest.mark.parametrize("lasts", [True, False])

@@ -23,7 +23,8 @@ def network() -> None:
 
 @pytest.mark.timeout(600)
 def test_each_batch_is_trained_once_with_an_equal_result_whatever_the_network_does(tmp_path: Path) -> None:
-    settings = Settings(batches=150)
+    # So many that training lasts, at its pace, while this process waits for the processor.
+    settings = Settings(batches=300)
     shape = Shape(batches=settings.batches, workers=2, standby_deadline_s=3)
     with started(tmp_path / "met", shape) as job:
         job.await_log("server0", "has every row and change")

@@ -424,7 +424,7 @@ def test_a_loader_gives_up_when_no_worker_answers(monkeypatch: pytest.MonkeyPatc
         assert time.monotonic() < give_up, "it asks the two workers in turn for ever"
         raise UnavailableError("nothing listens")
 
-    session: Any = SimpleNamespace(request=request, subjects=SimpleNamespace(ids=str))
+    session: Any = SimpleNamespace(request=request, subjects=SimpleNamespace(ids=str), is_connected=True)
     directory: Any = None
     sender = BatchSender(session, directory, 0, 1, 0.3)
     sender._workers = {0: 7, 1: 8}
