@@ -7,8 +7,10 @@ what it has started; a watchdog ends the groups when this process is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,9 +37,6 @@ _KILL_S = 60.0  # the kernel frees the memory of a large server
 _GROUP_OF_ITS_OWN: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
-# A process names its group to the watchdog, on its standard input, before it becomes what it was started for:
-# a supervisor that is killed meanwhile leaves no orphan. In a subshell, which a broken pipe may end.
-_NAMED_TO_WATCHDOG = ("/bin/sh", "-c", '(echo "+$$" >&0) 2>/dev/null; exec "$@" </dev/null', "sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +69,9 @@ class ManagedProcess:
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         self._ended = threading.Event()
+        program = _program_of(spec)
         self._popen = subprocess.Popen(
-            [*(() if watchdog is None else _NAMED_TO_WATCHDOG), *spec.command],
+            [*(() if watchdog is None else (*_script("named_process.py"), program)), *spec.command],
             # For its metrics and status: a process does not know how often it was started.
             env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
             # A process must not take input from the terminal of the launcher.
@@ -169,10 +169,7 @@ class Supervisor:
             raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
         if self._watchdog is None:
             # A separate process, because it must outlive a supervisor that is killed.
-            script = Path(__file__).with_name("watchdog.py")
-            # Isolated and without site-packages: it starts in a few milliseconds.
-            command = [sys.executable, "-I", "-S", str(script)]
-            self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+            self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
         num_restarts = 0 if known is None else known.num_restarts + 1
         process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts, self._watchdog.stdin)
         self._processes[spec.name] = process
@@ -225,6 +222,21 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 watchdog.communicate()
             watchdog.wait()
+
+
+def _script(name: str) -> tuple[str, ...]:
+    # Isolated and without site-packages: it starts in a few milliseconds.
+    return sys.executable, "-I", "-S", str(Path(__file__).with_name(name))
+
+
+def _program_of(spec: ProcessSpec) -> str:
+    """The path of its program. FileNotFoundError, PermissionError: it cannot be started."""
+    name, path = spec.command[0], spec.env.get("PATH", os.defpath)
+    program = shutil.which(name, path=path)
+    if program is None:
+        code = errno.ENOENT if shutil.which(name, os.F_OK, path) is None else errno.EACCES
+        raise OSError(code, os.strerror(code), name)
+    return program
 
 
 def _terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:

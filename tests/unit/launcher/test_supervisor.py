@@ -112,6 +112,44 @@ def test_a_process_knows_how_often_it_was_started_again(supervisor, monkeypatch)
     assert other.output == "0"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["cat /proc/self/environ", "grep Sig /proc/self/status", "readlink /proc/self/fd/0", "ls /proc/self/fd"],
+)
+def test_a_process_starts_as_it_would_without_a_supervisor(supervisor, command):
+    # Shells drop, reset or refuse most of these, and Python adds LC_CTYPE to the C locale.
+    env = {"A.B": "1", "my-var": "2", "BASH_FUNC_f%%": "() { :; }", "OPTIND": "x", "IFS": ":", "LANG": "C"}
+    env |= {"PATH": os.environ["PATH"], "PERSIA_RESTARTS": "0"}
+    process = supervisor.start(ProcessSpec(name="p", command=command.split(), env=env))
+    assert process.wait(DEADLINE_S) == 0
+    expected = subprocess.run(
+        command.split(), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert process.output == expected.stdout.rstrip("\n")
+
+
+def test_a_process_starts_when_the_watchdog_was_killed(supervisor):
+    first = supervisor.start(python("first", "pass"))
+    assert first.wait(DEADLINE_S) == 0
+    supervisor._watchdog.kill()
+    supervisor._watchdog.wait()
+    second = supervisor.start(python("second", "print('on')"))
+    assert (second.wait(DEADLINE_S), second.output) == (0, "on")
+
+
+def test_a_command_that_cannot_be_started_is_refused(supervisor, tmp_path):
+    spec = ProcessSpec(name="p", command=("tool",), env={"PATH": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match="tool"):
+        supervisor.start(spec)
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho on\n")
+    with pytest.raises(PermissionError, match="tool"):
+        supervisor.start(spec)
+    tool.chmod(0o755)
+    process = supervisor.start(spec)
+    assert (process.wait(DEADLINE_S), process.output) == (0, "on")
+
+
 def test_stop_terminates_and_then_kills(supervisor, lines):
     code = "import signal; signal.signal(signal.SIGTERM, {}); print('ready'); signal.pause(); signal.pause()"
     polite = supervisor.start(python("polite", code.format("lambda *_: exit(5)")))
