@@ -65,6 +65,7 @@ class ManagedProcess:
         self._sink = sink
         self._on_exit = on_exit
         self.num_restarts = num_restarts  # earlier starts of this name
+        self._watchdog = watchdog
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
@@ -118,6 +119,16 @@ class ManagedProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def _tell_watchdog(self) -> None:
+        """That the group has ended. Before another process may get its number and name it."""
+        if self._watchdog is None:
+            return
+        # The pipe breaks only if the watchdog is killed, which must not harm the processes. ValueError: the
+        # supervisor has closed it.
+        with contextlib.suppress(OSError, ValueError):
+            self._watchdog.write(b"-%d\n" % self.pid)
+            self._watchdog.flush()
+
     def _read(self) -> None:
         assert self._popen.stdout is not None
         with self._popen.stdout as stdout:
@@ -133,6 +144,7 @@ class ManagedProcess:
             # What it has started and not ended is of no more use. Not reaped yet, it still holds the group's
             # number.
             self._signal_group(signal.SIGKILL)
+            self._tell_watchdog()
             self._popen.wait()
             self._is_reaped = True
         self._reader.join(_OUTPUT_END_S)
@@ -171,7 +183,7 @@ class Supervisor:
             # A separate process, because it must outlive a supervisor that is killed.
             self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
         num_restarts = 0 if known is None else known.num_restarts + 1
-        process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts, self._watchdog.stdin)
+        process = ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
         self._processes[spec.name] = process
         return process
 
@@ -201,19 +213,6 @@ class Supervisor:
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
             _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
         self._stop_watchdog()
-
-    def _on_exit(self, process: ManagedProcess) -> None:
-        self._tell_watchdog(f"-{process.pid}")
-        self._ended.put(process)
-
-    def _tell_watchdog(self, line: str) -> None:
-        with self._lock:
-            if self._watchdog is None or self._watchdog.stdin is None:
-                return
-            # The pipe breaks only if the watchdog is killed, which must not harm the processes.
-            with contextlib.suppress(OSError):
-                self._watchdog.stdin.write(f"{line}\n".encode())
-                self._watchdog.stdin.flush()
 
     def _stop_watchdog(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -177,6 +178,22 @@ def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
     )
     grandchild = int(lines[0][1])
     wait_until(lambda: not is_alive(grandchild))
+
+
+def test_the_watchdog_forgets_a_group_before_its_number_is_free(supervisor):
+    supervisor.start(python("first", "pass")).wait(DEADLINE_S)
+    told = []
+
+    class Pipe(io.FileIO):
+        def write(self, data):
+            told.append((data, os.path.exists(f"/proc/{-int(data)}")))
+            return super().write(data)
+
+    with supervisor._watchdog.stdin as pipe:
+        supervisor._watchdog.stdin = Pipe(os.dup(pipe.fileno()), "w")
+    process = supervisor.start(python("second", "pass"))
+    process.wait(DEADLINE_S)
+    assert told == [(b"-%d\n" % process.pid, True)]
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
