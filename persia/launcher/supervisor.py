@@ -161,7 +161,7 @@ class Supervisor:
         self._processes: dict[str, ManagedProcess] = {}
         self._ended: queue.SimpleQueue[ManagedProcess] = queue.SimpleQueue()
         self._watchdog: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the watchdog
 
     def __enter__(self) -> Supervisor:
         return self
@@ -179,12 +179,14 @@ class Supervisor:
         known = self._processes.get(spec.name)
         if known is not None and known.exit_code is None:
             raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
-        if self._watchdog is None:
-            # A separate process, because it must outlive a supervisor that is killed.
-            self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
         num_restarts = 0 if known is None else known.num_restarts + 1
-        process = ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
-        self._processes[spec.name] = process
+        # To the end: a `stop` meanwhile would close the pipe that the process begins with.
+        with self._lock:
+            if self._watchdog is None:
+                # A separate process, because it must outlive a supervisor that is killed.
+                self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
+            process = ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
+            self._processes[spec.name] = process
         return process
 
     def next_ended(self, timeout_s: float) -> ManagedProcess | None:

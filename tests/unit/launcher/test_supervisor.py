@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
 from persia.errors import FailedPreconditionError
+from persia.launcher import supervisor as supervisor_module
 from persia.launcher.supervisor import ProcessSpec, Supervisor
 
 DEADLINE_S = 30.0
@@ -178,6 +180,21 @@ def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
     )
     grandchild = int(lines[0][1])
     wait_until(lambda: not is_alive(grandchild))
+
+
+def test_a_process_starts_while_another_thread_stops_all(supervisor, monkeypatch):
+    stopping = threading.Thread(target=supervisor.stop)
+
+    class Stopped(supervisor_module.ManagedProcess):
+        def __init__(self, *arguments):
+            stopping.start()
+            stopping.join(0.5)  # it waits for the start
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(supervisor_module, "ManagedProcess", Stopped)
+    process = supervisor.start(python("p", "import time; time.sleep(1000)"))
+    assert process.wait(DEADLINE_S) == -signal.SIGTERM  # by the watchdog, as `stop` did not know it yet
+    stopping.join()
 
 
 def test_the_watchdog_forgets_a_group_before_its_number_is_free(supervisor):
