@@ -7,8 +7,10 @@ what it has started; a watchdog ends the groups when this process is killed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,9 +37,6 @@ _KILL_S = 60.0  # the kernel frees the memory of a large server
 _GROUP_OF_ITS_OWN: dict[str, Any] = (
     {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
 )
-# A process names its group to the watchdog, on its standard input, before it becomes what it was started for:
-# a supervisor that is killed meanwhile leaves no orphan. In a subshell, which a broken pipe may end.
-_NAMED_TO_WATCHDOG = ("/bin/sh", "-c", '(echo "+$$" >&0) 2>/dev/null; exec "$@" </dev/null', "sh")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +65,14 @@ class ManagedProcess:
         self._sink = sink
         self._on_exit = on_exit
         self.num_restarts = num_restarts  # earlier starts of this name
+        self._watchdog = watchdog
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         self._ended = threading.Event()
+        program = _program_of(spec)
         self._popen = subprocess.Popen(
-            [*(() if watchdog is None else _NAMED_TO_WATCHDOG), *spec.command],
+            [*(() if watchdog is None else (*_script("named_process.py"), program)), *spec.command],
             # For its metrics and status: a process does not know how often it was started.
             env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
             # A process must not take input from the terminal of the launcher.
@@ -118,6 +119,16 @@ class ManagedProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
+    def _tell_watchdog(self) -> None:
+        """That the group has ended. Before another process may get its number and name it."""
+        if self._watchdog is None:
+            return
+        # The pipe breaks only if the watchdog is killed, which must not harm the processes. ValueError: the
+        # supervisor has closed it.
+        with contextlib.suppress(OSError, ValueError):
+            self._watchdog.write(b"-%d\n" % self.pid)
+            self._watchdog.flush()
+
     def _read(self) -> None:
         assert self._popen.stdout is not None
         with self._popen.stdout as stdout:
@@ -133,6 +144,7 @@ class ManagedProcess:
             # What it has started and not ended is of no more use. Not reaped yet, it still holds the group's
             # number.
             self._signal_group(signal.SIGKILL)
+            self._tell_watchdog()
             self._popen.wait()
             self._is_reaped = True
         self._reader.join(_OUTPUT_END_S)
@@ -149,7 +161,7 @@ class Supervisor:
         self._processes: dict[str, ManagedProcess] = {}
         self._ended: queue.SimpleQueue[ManagedProcess] = queue.SimpleQueue()
         self._watchdog: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the watchdog
 
     def __enter__(self) -> Supervisor:
         return self
@@ -167,15 +179,14 @@ class Supervisor:
         known = self._processes.get(spec.name)
         if known is not None and known.exit_code is None:
             raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
-        if self._watchdog is None:
-            # A separate process, because it must outlive a supervisor that is killed.
-            script = Path(__file__).with_name("watchdog.py")
-            # Isolated and without site-packages: it starts in a few milliseconds.
-            command = [sys.executable, "-I", "-S", str(script)]
-            self._watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
         num_restarts = 0 if known is None else known.num_restarts + 1
-        process = ManagedProcess(spec, self._sink, self._on_exit, num_restarts, self._watchdog.stdin)
-        self._processes[spec.name] = process
+        # To the end: a `stop` meanwhile would close the pipe that the process begins with.
+        with self._lock:
+            if self._watchdog is None:
+                # A separate process, because it must outlive a supervisor that is killed.
+                self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
+            process = ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
+            self._processes[spec.name] = process
         return process
 
     def next_ended(self, timeout_s: float) -> ManagedProcess | None:
@@ -205,19 +216,6 @@ class Supervisor:
             _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
         self._stop_watchdog()
 
-    def _on_exit(self, process: ManagedProcess) -> None:
-        self._tell_watchdog(f"-{process.pid}")
-        self._ended.put(process)
-
-    def _tell_watchdog(self, line: str) -> None:
-        with self._lock:
-            if self._watchdog is None or self._watchdog.stdin is None:
-                return
-            # The pipe breaks only if the watchdog is killed, which must not harm the processes.
-            with contextlib.suppress(OSError):
-                self._watchdog.stdin.write(f"{line}\n".encode())
-                self._watchdog.stdin.flush()
-
     def _stop_watchdog(self) -> None:
         with self._lock:
             watchdog, self._watchdog = self._watchdog, None
@@ -225,6 +223,21 @@ class Supervisor:
             with contextlib.suppress(OSError):
                 watchdog.communicate()
             watchdog.wait()
+
+
+def _script(name: str) -> tuple[str, ...]:
+    # Isolated and without site-packages: it starts in a few milliseconds.
+    return sys.executable, "-I", "-S", str(Path(__file__).with_name(name))
+
+
+def _program_of(spec: ProcessSpec) -> str:
+    """The path of its program. FileNotFoundError, PermissionError: it cannot be started."""
+    name, path = spec.command[0], spec.env.get("PATH", os.defpath)
+    program = shutil.which(name, path=path)
+    if program is None:
+        code = errno.ENOENT if shutil.which(name, os.F_OK, path) is None else errno.EACCES
+        raise OSError(code, os.strerror(code), name)
+    return program
 
 
 def _terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:

@@ -313,19 +313,15 @@ class Standby:
         """False: no server has the rows of the index, so that there is nothing to copy."""
         name = f"{EMBEDDING_PARAMETER_SERVER} {self._replica.index} that this standby belongs to"
         refusal: PersiaError | None = None
-        directory = Directory(self._replica.session)
+        directory, found_at = Directory(self._replica.session), float("-inf")
         attempts = Attempts(env.get_deadline_s(), pause_s=_POLL_S, waiting_for=lambda: f"{name} ({refusal})")
         for _ in attempts:
             info = directory.probe(EMBEDDING_PARAMETER_SERVER, self._replica.index, PROBE_S)
             if info is None:
-                # Its own answer does not count: it may have copied rows before its primary has ended.
-                replica = self._replica
-                if not self._is_forced and not starts_as_standby(
-                    replica.session, replica.index, replica.incarnation
-                ):
+                if not self._is_forced and self._has_no_primary(found_at):
                     return False
                 continue
-            self._primary = info
+            self._primary, found_at = info, time.monotonic()
             self._server.follow(info.incarnation)
             if self._server.standby_state == "unfit":  # it holds operations of another primary
                 return False
@@ -345,6 +341,19 @@ class Standby:
                 self._confirmed = asked_at, connection
                 return True
         raise DeadlineExceededError(f"{name} has not accepted it within PERSIA_DEADLINE_SEC: {refusal}")
+
+    def _has_no_primary(self, found_at: float) -> bool:
+        """Whether no other process has the rows of the index. `found_at`: when one has last answered."""
+        replica = self._replica
+        # Its own answer does not count: it may have copied rows before its primary has ended.
+        if starts_as_standby(replica.session, replica.index, replica.incarnation):
+            return False
+        if self._primary is None:
+            return True
+        # A primary that is only cut off from the broker must not lose its index to an empty server.
+        if replica.has_ended(self._primary.address, f"{self._primary.incarnation:016x}"):
+            return True
+        return min(self._server.silent_for_s, time.monotonic() - found_at) > self._deadline_s
 
     def _on_end(self, message: Message) -> bool | None:
         if self._primary is None or message.incarnation != f"{self._primary.incarnation:016x}":

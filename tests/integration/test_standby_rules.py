@@ -224,6 +224,38 @@ def test_a_process_does_not_take_its_own_answer_for_that_of_another_one(index: I
     assert not starts_as_standby(replica.session, 0, replica.incarnation)
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_standby_waits_for_a_primary_that_is_cut_off_from_the_broker(
+    index: Index, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
+    replica, server, is_cut = index.replica, index.server, threading.Event()
+    Advertiser(replica.session, info(index), is_serving=lambda: not is_cut.is_set()).start()
+    _, other = index.process("standby", is_standby=True)
+
+    def lose_answer(message: Message) -> None:
+        index.primary._attach(message)
+        index.await_state("replicating")
+        is_cut.set()
+
+    def ask(*arguments: Any) -> bool:
+        if has_ended:
+            server.fence("it stops")
+            server.stop(1.0)
+        found = starts_as_standby(*arguments)
+        if not has_ended:  # the network is mended
+            replica.handle(Question.ATTACH, index.primary._attach)
+            is_cut.clear()
+        return found
+
+    replica.handle(Question.ATTACH, lose_answer)
+    replica.handle(Question.WHO, lambda _: None if is_cut.is_set() else True)
+    monkeypatch.setattr("persia.roles.replica._ROUNDS_S", 0.5)
+    monkeypatch.setattr("persia.roles.standby._ATTACH_S", 1.0)
+    monkeypatch.setattr("persia.roles.standby.starts_as_standby", ask)
+    standby = Standby(other, CONFIG, DEADLINE_S, is_forced=False)
+    assert standby._attach() is not has_ended
+
+
 @pytest.mark.parametrize("has_rows", [False, True])
 @pytest.mark.parametrize("was_paused", [False, True])
 def test_an_empty_newcomer_does_not_end_a_server_that_was_there(

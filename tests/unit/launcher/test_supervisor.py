@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
 import pytest
 
 from persia.errors import FailedPreconditionError
+from persia.launcher import supervisor as supervisor_module
 from persia.launcher.supervisor import ProcessSpec, Supervisor
 
 DEADLINE_S = 30.0
@@ -112,6 +115,44 @@ def test_a_process_knows_how_often_it_was_started_again(supervisor, monkeypatch)
     assert other.output == "0"
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["cat /proc/self/environ", "grep Sig /proc/self/status", "readlink /proc/self/fd/0", "ls /proc/self/fd"],
+)
+def test_a_process_starts_as_it_would_without_a_supervisor(supervisor, command):
+    # Shells drop, reset or refuse most of these, and Python adds LC_CTYPE to the C locale.
+    env = {"A.B": "1", "my-var": "2", "BASH_FUNC_f%%": "() { :; }", "OPTIND": "x", "IFS": ":", "LANG": "C"}
+    env |= {"PATH": os.environ["PATH"], "PERSIA_RESTARTS": "0"}
+    process = supervisor.start(ProcessSpec(name="p", command=command.split(), env=env))
+    assert process.wait(DEADLINE_S) == 0
+    expected = subprocess.run(
+        command.split(), env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert process.output == expected.stdout.rstrip("\n")
+
+
+def test_a_process_starts_when_the_watchdog_was_killed(supervisor):
+    first = supervisor.start(python("first", "pass"))
+    assert first.wait(DEADLINE_S) == 0
+    supervisor._watchdog.kill()
+    supervisor._watchdog.wait()
+    second = supervisor.start(python("second", "print('on')"))
+    assert (second.wait(DEADLINE_S), second.output) == (0, "on")
+
+
+def test_a_command_that_cannot_be_started_is_refused(supervisor, tmp_path):
+    spec = ProcessSpec(name="p", command=("tool",), env={"PATH": str(tmp_path)})
+    with pytest.raises(FileNotFoundError, match="tool"):
+        supervisor.start(spec)
+    tool = tmp_path / "tool"
+    tool.write_text("#!/bin/sh\necho on\n")
+    with pytest.raises(PermissionError, match="tool"):
+        supervisor.start(spec)
+    tool.chmod(0o755)
+    process = supervisor.start(spec)
+    assert (process.wait(DEADLINE_S), process.output) == (0, "on")
+
+
 def test_stop_terminates_and_then_kills(supervisor, lines):
     code = "import signal; signal.signal(signal.SIGTERM, {}); print('ready'); signal.pause(); signal.pause()"
     polite = supervisor.start(python("polite", code.format("lambda *_: exit(5)")))
@@ -139,6 +180,37 @@ def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
     )
     grandchild = int(lines[0][1])
     wait_until(lambda: not is_alive(grandchild))
+
+
+def test_a_process_starts_while_another_thread_stops_all(supervisor, monkeypatch):
+    stopping = threading.Thread(target=supervisor.stop)
+
+    class Stopped(supervisor_module.ManagedProcess):
+        def __init__(self, *arguments):
+            stopping.start()
+            stopping.join(0.5)  # it waits for the start
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(supervisor_module, "ManagedProcess", Stopped)
+    process = supervisor.start(python("p", "import time; time.sleep(1000)"))
+    assert process.wait(DEADLINE_S) == -signal.SIGTERM  # by the watchdog, as `stop` did not know it yet
+    stopping.join()
+
+
+def test_the_watchdog_forgets_a_group_before_its_number_is_free(supervisor):
+    supervisor.start(python("first", "pass")).wait(DEADLINE_S)
+    told = []
+
+    class Pipe(io.FileIO):
+        def write(self, data):
+            told.append((data, os.path.exists(f"/proc/{-int(data)}")))
+            return super().write(data)
+
+    with supervisor._watchdog.stdin as pipe:
+        supervisor._watchdog.stdin = Pipe(os.dup(pipe.fileno()), "w")
+    process = supervisor.start(python("second", "pass"))
+    process.wait(DEADLINE_S)
+    assert told == [(b"-%d\n" % process.pid, True)]
 
 
 @pytest.mark.parametrize("is_starting", [False, True])
