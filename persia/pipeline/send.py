@@ -118,6 +118,8 @@ class BatchSender:
         # Watched first: a process that leaves between question and watch would be asked until the deadline.
         self._directory.watch(NN_WORKER, self._on_nn_worker, on_joined=self._on_rank_joined)
         self._directory.watch(EMBEDDING_WORKER, self._on_embedding_worker, on_joined=self._on_worker_joined)
+        # Before a cut was noticed, workers seemed not to answer; some have joined again before this process.
+        self._session.on_reconnect(self._unavailable.clear)
         for worker in self._directory.wait_for(EMBEDDING_WORKER, self._deadline_s):
             self._workers[worker.index] = worker.incarnation
         self.world_size = len(self._directory.wait_for(NN_WORKER, self._deadline_s))

@@ -21,9 +21,13 @@ class Session:
         self.subjects, self.is_connected = Subjects("job"), True
         self.script, self.now = script, 1000.0
         self.asked: list[tuple[str, float]] = []
+        self.reconnect: Callable[[], None] = lambda: None
 
     def monotonic(self) -> float:
         return self.now
+
+    def on_reconnect(self, callback: Callable[[], None]) -> None:
+        self.reconnect = callback
 
     def request(self, subject: str, _payload: bytes, timeout_s: float) -> bytes:
         self.asked.append((subject.removeprefix("persia.job."), timeout_s))
@@ -45,7 +49,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         session = Session(list(script))
         clock = SimpleNamespace(monotonic=session.monotonic, sleep=lambda _seconds: None)
         monkeypatch.setattr("persia.pipeline.send.time", clock)
-        directory: Any = None
+        directory: Any = SimpleNamespace(watch=lambda *_, **__: None, wait_for=lambda *_: [])
         sender = BatchSender(session, directory, 0, 1, 600.0)  # type: ignore[arg-type]
         sender._workers = {0: 7, 1: 8}
         return sender, session
@@ -79,6 +83,15 @@ def test_a_worker_that_does_not_answer_is_replaced(start: Start) -> None:
     sender._register(b"ids")
     assert [subject for subject, _ in session.asked] == ["ids.0", "ids.1"]
     assert sender._available_workers() == [1]
+
+
+def test_workers_that_were_left_out_are_asked_again_once_the_broker_is_reached(start: Start) -> None:
+    sender, session = start(DeadlineExceededError("the network was cut, which is not noticed yet"), 0.0)
+    sender.wait_for_job()
+    sender._register(b"ids")
+    assert sender._available_workers() == [1]
+    session.reconnect()
+    assert sender._available_workers() == [0, 1]
 
 
 def test_workers_whose_answers_take_long_are_not_taken_for_dead(start: Start) -> None:
