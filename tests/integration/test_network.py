@@ -37,8 +37,8 @@ def test_each_batch_is_trained_once_with_an_equal_result_whatever_the_network_do
         job.network.lose(0.02)
         job.await_step(len(job.steps) + 10)
         job.network.cut("worker1")
-        job.await_log("rank", "its batches continue on other workers")
-        job.await_step(len(job.steps) + 10)
+        # More than there may be of batches that it had no part in.
+        job.await_step(len(job.steps) + 60)
         job.network.cut("server0")
         job.await_log("standby0", "its standby takes over")
         outcome = job.finish()
