@@ -33,7 +33,8 @@ _LONGEST_ROUND_S = 1.0
 # An answer older than this may come from a service that has died since; several of the longest rounds, as a
 # loaded machine may answer late.
 _FRESH_S = 5.0
-_CONFLICT_WINDOW_S = 0.3
+# How long a newcomer waits for the answers of others: longer if it does not hear its own, on a busy machine.
+_CONFLICT_WINDOWS_S = (0.3, 0.6, 1.2, 2.4, 4.8)
 
 
 def _check_role(role: str) -> str:
@@ -220,8 +221,13 @@ class Advertiser:
         return self._payload if asker or (self._is_accepted and self._is_serving()) else None
 
     def _check_conflicts(self) -> None:
-        for other in _who(self._session, self.info.role, _CONFLICT_WINDOW_S, asker=self._payload):
-            # This process itself, which listens already, or a predecessor, which answers no more.
+        for window_s in _CONFLICT_WINDOWS_S:
+            answers = _who(self._session, self.info.role, window_s, asker=self._payload)
+            # This process listens already.
+            if any(answer.incarnation == self.info.incarnation for answer in answers):
+                break
+        for other in answers:
+            # The predecessor answers no more.
             if other.incarnation in (self.info.incarnation, self._replaces):
                 continue
             if other.index == self.info.index:

@@ -124,10 +124,6 @@ CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
         [('persia_serving_version_refused{role="serving",replica="0"}', "1x30")],
         'role="serving",replica="0"',
     ),
-    "PersiaCanaryRolledBack": (
-        [('persia_serving_canary_rolled_back{role="serving",replica="0"}', "1x30")],
-        'role="serving",replica="0"',
-    ),
     "PersiaFollowerStuck": (
         [('persia_inc_stuck{role="serving",replica="0"}', "1x30")],
         'role="serving",replica="0"',
