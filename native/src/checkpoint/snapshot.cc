@@ -156,8 +156,11 @@ StatusOr<SnapshotPart*> Snapshot::part(uint32_t number) {
 
 // The last part is not completed when rows are missing or there twice.
 Status Snapshot::CheckEnd(uint64_t count) {
-  const uint64_t written = num_rows_written_ += count;
-  if (++num_parts_written_ < parts_.size() || written == num_rows()) return Status::Ok();
+  num_rows_written_ += count;
+  if (++num_parts_written_ < parts_.size()) return Status::Ok();
+  // Only now: another part may have added its rows since, and counted itself before this one.
+  const uint64_t written = num_rows_written_.load();
+  if (written == num_rows()) return Status::Ok();
   return Internal("the snapshot has ", num_rows(), " rows, but ", written, " were written");
 }
 

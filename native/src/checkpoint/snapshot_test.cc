@@ -93,6 +93,32 @@ TEST(Snapshot, OneAtATime) {
   const auto abandoned = BeginSnapshot(*store);
 }
 
+// Parts end at the same time, each with a thread of its own: the one that counts itself last may
+// have added its rows earlier than another.
+TEST(Snapshot, AddsUpWhateverPartEndsLast) {
+  constexpr uint32_t kParts = 8;
+  constexpr int kRounds = 300;
+  const auto store = store::MakeStore({.capacity = 100, .num_internal_shards = kParts});
+  store::Lookup(*store, Range(0, 40), 1);
+  for (int round = 0; round < kRounds && !testing::Test::HasFailure(); ++round) {
+    const auto snapshot = BeginSnapshot(*store, {.num_parts = kParts});
+    std::atomic<uint32_t> num_ready{0};
+    std::vector<std::thread> readers;
+    for (uint32_t number = 0; number < kParts; ++number) {
+      readers.emplace_back([&, number] {
+        SnapshotPart& part = *snapshot->part(number).value();
+        Bytes file;
+        // All but the end, which has to be asked for.
+        EXPECT_TRUE(part.Read(1, [&](size_t) { return &file.emplace_back(); }).ok());
+        ++num_ready;
+        while (num_ready < kParts) std::this_thread::yield();
+        EXPECT_TRUE(ReadAll(part, &file).ok());
+      });
+    }
+    for (std::thread& reader : readers) reader.join();
+  }
+}
+
 TEST(Snapshot, RefusesNumbersOfParts) {
   const auto store = store::MakeStore({.capacity = 100, .num_internal_shards = 2});
   EXPECT_EQ(Snapshot::Begin(*store, {.num_parts = 0}).status().code(),
