@@ -21,6 +21,7 @@ from rich.progress import track
 
 from benchmarks.stats import paired_ratio, summarize
 
+_TIMEOUT_S = 3600.0  # of a turn: filling the largest tables takes minutes
 PROGRAM = click.Path(exists=True, dir_okay=False, resolve_path=True)
 
 
@@ -31,9 +32,12 @@ def turn(program: str, pattern: str, seconds: float, core: int) -> dict[str, flo
         [*command, "--benchmark_format=json"],
         preexec_fn=lambda: os.sched_setaffinity(0, {core}),
         stdout=subprocess.PIPE,
+        timeout=_TIMEOUT_S,
         check=True,
         text=True,
     )
+    if not done.stdout:  # it says on stderr that no name matches, and ends well
+        raise click.BadParameter(f"{pattern!r} matches no benchmark of {program}", param_hint="--filter")
     found = {}
     for one in json.loads(done.stdout)["benchmarks"]:
         # Google Benchmark divides items by the time that the benchmark chose, here that of the clock.

@@ -32,7 +32,7 @@ _PATTERNS = {
     "nats": re.compile(r"nats-server -c "),
 }
 # A process may take a minute to start where others use the processors.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^nn-worker +\| step (\d+)$")
 
 
@@ -143,7 +143,7 @@ def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[su
     """The launcher, which is stopped at the deadline."""
     with subprocess.Popen(
         _command(folder, settings, max_restarts),
-        env={**os.environ, **_ENVIRONMENT, "PERSIA_JOB_NAME": f"chaos-{os.getpid()}"},
+        env={**os.environ, **ENVIRONMENT, "PERSIA_JOB_NAME": f"chaos-{os.getpid()}"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

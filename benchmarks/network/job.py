@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from benchmarks.chaos.job import Outcome, trained_by
+from benchmarks.chaos.job import ENVIRONMENT, Outcome, trained_by
 from benchmarks.job_scripts import SCRIPTS, SLOTS
 from benchmarks.network.hosts import Network
 from persia.launcher.process_specs import ProcessSpecs, job_environment
@@ -24,8 +24,6 @@ __all__ = ["Job", "Shape", "started"]
 
 _NATS_PORT = 4222
 _LEAST_PAUSE_S = 1.0
-# A process may take a minute to start where others use the processors.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^step (\d+)$")
 
 
@@ -123,7 +121,7 @@ def _specs(folder: Path, shape: Shape, network: Network) -> Iterator[tuple[str, 
     env = job_environment(
         nats_url=f"nats://{network.address('nats')}:{_NATS_PORT}",
         job_name=f"network-{os.getpid()}",
-        extra={**_ENVIRONMENT, **variables},
+        extra={**ENVIRONMENT, **variables},
     )
     specs = ProcessSpecs(env=env, **paths)
     nats = (*specs.launcher, "nats-server", "--host=0.0.0.0", f"--port={_NATS_PORT}")

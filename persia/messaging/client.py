@@ -29,7 +29,7 @@ _TCP_INFO = struct.Struct("=3xB4x16xI16xI4xII")
 
 
 class CutDetector:
-    """Breaks a connection 4 to 5 s after the kernel last heard its other end, of which it awaits an answer.
+    """Breaks a connection whose other end owes an answer, and was not heard for 4 to 5 s.
 
     The kernel would try ever more seldom: after a cut of 15 s, its next try may be 10 s away. Its
     TCP_USER_TIMEOUT would also break the connection to a broker that does not read for a while, whose kernel

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -75,21 +76,13 @@ def test_an_interrupted_request_is_unavailable(make_session):
     asked = threading.Event()
     make_session("server").respond("lost", lambda _: asked.set())  # answers nothing
     client = make_session("client")
-    failures = []
-
-    def ask():
-        try:
-            client.request("lost", b"", 10 * DEADLINE_S)
-        except UnavailableError as failure:
-            failures.append(failure)
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    assert asked.wait(DEADLINE_S)
-    client.interrupt("another")
-    client.interrupt("lost")
-    asker.join(DEADLINE_S)
-    assert len(failures) == 1
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.request, "lost", b"", 10 * DEADLINE_S)
+        assert asked.wait(DEADLINE_S)
+        client.interrupt("another")
+        client.interrupt("lost")
+        with pytest.raises(UnavailableError):
+            reply.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize(
@@ -300,18 +293,12 @@ def test_a_broker_that_does_not_read_for_a_while_keeps_its_connection(job_name):
         client.respond("echo.large", echo)
         (process,) = broker._supervisor.processes
         os.kill(process.pid, signal.SIGSTOP)
-        replies = []
         payload = bytes(32 << 20)  # more than the buffers of the connection take
-
-        def request():
-            replies.append(client.request("echo.large", payload, 10 * DEADLINE_S))
-
-        thread = threading.Thread(target=request)
-        thread.start()
-        time.sleep(6.5)  # longer than the silence after which a connection is cut, 5 s
-        os.kill(process.pid, signal.SIGCONT)
-        thread.join(DEADLINE_S)
-        assert replies == [payload]
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(client.request, "echo.large", payload, 10 * DEADLINE_S)
+            time.sleep(6.5)  # longer than the silence after which a connection is cut, 5 s
+            os.kill(process.pid, signal.SIGCONT)
+            assert reply.result(DEADLINE_S) == payload
         assert client.num_reconnects == 0
 
 

@@ -140,7 +140,7 @@ def test_a_canary_is_rolled_back_and_the_next_one_tried(
     served.wait_until(is_rolled_back)
     assert "differ from those of the stable version by 3 on average" in get(address, "/readyz")[1]
     assert served.infer(MESSAGE) == STABLE
-    assert served.infer(MESSAGE, model_version="canary") == ("3", [6.0]), "for whoever looks into it"
+    assert served.infer(MESSAGE, model_version="canary") == ("3", [6.0]), "a request may still ask for it"
     assert metric(address, "persia_serving_canary_rollbacks_total") == 2
     assert metric(address, "persia_serving_canary_rolled_back") == 1
     assert metric(address, "persia_serving_shadow_difference_count") >= 10

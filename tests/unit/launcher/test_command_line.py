@@ -235,15 +235,9 @@ def test_a_nats_port_in_use_is_one_line():
     assert len(result.output.splitlines()) == 1
 
 
-def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
-    """By its effect: they are handed on by their names, and one that no field has would be lost."""
-    seen = []
-    monkeypatch.setattr(server, "serve", lambda settings, options: seen.append((settings, options)))
-    (tmp_path / "sample").write_bytes(b"batch")
-    (tmp_path / "slots.yml").write_text("slots_config: {user: {dim: 8}}")
-    users = IDTypeFeatureWithSingleID("user", np.arange(2, dtype=np.uint64))
-    (tmp_path / "gate").write_bytes(PersiaBatch([users], labels=[Label(np.eye(2)[:, :1])]).to_bytes())
-    given = {
+def serve_options(tmp_path):
+    """Each option of `serve` that takes a value, with one."""
+    return {
         "--model-name": "ads",
         "--embedding-config": str(tmp_path / "slots.yml"),
         "--host": "::1",
@@ -283,6 +277,23 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
         "--request-log-share": "0.625",
         "--request-log-mib": "19",
     }
+
+
+@pytest.fixture
+def served(monkeypatch, tmp_path):
+    """What the server was started with: (ModelSettings, ServingOptions) of each call."""
+    seen = []
+    monkeypatch.setattr(server, "serve", lambda settings, options: seen.append((settings, options)))
+    (tmp_path / "slots.yml").write_text("slots_config: {user: {dim: 8}}")
+    return seen
+
+
+def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served):
+    """By its effect: they are handed on by their names, and one that no field has would be lost."""
+    (tmp_path / "sample").write_bytes(b"batch")
+    users = IDTypeFeatureWithSingleID("user", np.arange(2, dtype=np.uint64))
+    (tmp_path / "gate").write_bytes(PersiaBatch([users], labels=[Label(np.eye(2)[:, :1])]).to_bytes())
+    given = serve_options(tmp_path)
     for variable in ("PERSIA_VERIFY_KEY", "PERSIA_TRUST_SCRIPTS"):
         monkeypatch.setenv(variable, "")  # which the command replaces
     monkeypatch.delenv("PERSIA_TRUST_SCRIPTS")
@@ -302,7 +313,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     ]
     result = run("serve", str(tmp_path / "model"), *words)
     assert result.exit_code == 0, result.output
-    ((settings, serving),) = seen
+    ((settings, serving),) = served
     assert (env.get_verify_keys(), env.trusts_scripts()) == (["ads.pub"], True)
     assert (settings.name, settings.sample, settings.poll_s, settings.servers) == (
         "ads",
@@ -327,17 +338,19 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path):
     assert (canary.location.name, canary.share, canary.shadow_share) == ("next", 0.25, 0.125)
     assert (canary.max_errors, canary.drift_limit) == (18, 0.375)
     assert (log.path, log.log_share, log.max_log_bytes) == (tmp_path / "log", 0.625, 19 << 20)
-    seen.clear()
+
+
+def test_serve_with_rows_of_embedding_workers(tmp_path, served):
     workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
     assert run("serve", str(tmp_path / "model"), *workers).exit_code == 0
-    ((settings, serving),) = seen
+    ((settings, serving),) = served
     assert (serving.canary, serving.request_log) == (None, None)
     assert settings.slots is None
     assert settings.embeddings is not None
     assert settings.default_rows is None
     defaults = ("--on-missing-server", "default", "--embedding-config", str(tmp_path / "slots.yml"))
     assert run("serve", str(tmp_path / "model"), *workers, *defaults).exit_code == 0
-    assert seen[1][0].default_rows is not None
+    assert served[1][0].default_rows is not None
     result = run("serve", str(tmp_path / "model"), *workers, *defaults[:2])
     assert result.exit_code == 2
     assert "--embedding-config for the shapes" in result.output

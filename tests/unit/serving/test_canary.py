@@ -84,7 +84,7 @@ def test_a_canary_is_a_checkpoint_beside_a_version_that_follows_packets(
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Canary]:
-    """Of which nothing is loaded."""
+    """Both have no version that is loaded yet."""
     settings = ModelSettings(name="m", location=Location.of(tmp_path))
     made = Canary(settings, options(share=1.0, shadow_share=1.0), BatchingOptions(), 1)
     yield made
