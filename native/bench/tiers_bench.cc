@@ -46,7 +46,7 @@ struct Options {
 
   uint64_t cache_rows() const { return static_cast<uint64_t>(double(rows) * cache_share); }
   pool::PoolOptions PoolOptions() const {
-    return {.kind = kind, .size_bytes = (rows + (1 << 20)) * 2 * pool::SlotBytes(2 * kDim)};
+    return {.kind = kind, .size_bytes = (rows + (1 << 20)) * 2 * pool::CellBytes(2 * kDim)};
   }
 };
 

@@ -42,7 +42,7 @@ class Sideline(Generic[_T]):
         lower_priority()  # requests that wait for an answer come first
         try:
             self._handle(item)
-        except Exception:
+        except Exception:  # else it would stay in a Future that is not looked at
             get_default_logger().exception("%s failed", self._name)
 
 
