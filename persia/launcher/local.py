@@ -70,6 +70,10 @@ class LocalJob(JobDescription):
 def command(**given: Any) -> None:
     """Run a whole job on this machine: NATS, servers, data loaders and training, on free ports.
 
+    \b
+      persia-launcher local --nn-worker train.py --data-loader data_loader.py \\
+          --embedding-config embedding_config.yml --parameter-servers 2 -- --epochs 3
+
     Ends when the training script has ended, with its exit code. When any process fails more often than
     --max-restarts allows, or on Ctrl-C, all of them are stopped. SCRIPT_ARGS, best after --, go to the
     training script.
