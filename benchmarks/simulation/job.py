@@ -44,6 +44,7 @@ NUM_BATCHES = 24
 _MODES = ("",)
 _SCHEMA = "simulation"
 _MAX_WAITING = 8
+_READ_S = 0.3
 _TO_CONFIRM = 2_000_000_000  # that a standby needs to ask its primary after a cut
 
 
@@ -170,6 +171,7 @@ class Job:
     workers: list[native.EmbeddingWorker] = field(default_factory=list)
     sessions: dict[int, Session] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
+    reads: bool = False
     may_lose_rows: bool = False  # both copies, by faults of a server and the broker at a time
     has_lost_rows: bool = False
 
@@ -347,6 +349,8 @@ class Job:
             on_taken=lambda _request: b"",
         )
         Advertiser(session, self._info(NN_WORKER, 0, 1)).start()
+        if self.reads:
+            Thread(target=self._read, args=(workers.client,)).start()
         while (batch := stream.take()) is not None:
             assert batch.reference is not None
             result = workers.lookup(batch.reference, requires_grad=True, id_features=batch.id_features)
@@ -358,6 +362,15 @@ class Job:
         self.roles["rank"].is_done = self.roles["loader"].is_done = True
         while True:
             self.kernel.sleep(3600.0)
+
+    def _read(self, client: Any) -> None:
+        """Asks what a server answers only as the primary, also while others change."""
+        while True:
+            try:
+                client.count_rows(_READ_S)
+            except PersiaError as error:
+                self.kernel.log("a read fails: %s", error)
+            self.kernel.sleep(_READ_S)
 
     def _release(self, workers: backend.ClusterBackend, reference: Any) -> None:
         try:

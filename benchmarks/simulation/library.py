@@ -69,6 +69,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "client_lookup_direct": (_I64, [_I32, _P, _U32, _S, _I64, _U32, _U64, _U64, _D]),
     "batch": (None, [_P, _P, _P, _P]),
     "client_return": (_I64, [_I32, _P, _P, _U32, _U64, _U64, _D]),
+    "client_count_rows": (_I64, [_I32, _P, _D]),
     "client_release": (_I64, [_I32, _P, _U32, _U64, _U64, _D]),
 }
 

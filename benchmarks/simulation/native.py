@@ -190,6 +190,9 @@ class RemoteClient:
             lambda p: self.library.client_return(p, self.handle, gradients.handle, *key, timeout_s)
         )
 
+    def count_rows(self, timeout_s: float) -> int:
+        return self.kernel.call(lambda p: self.library.client_count_rows(p, self.handle, timeout_s))
+
     def release(self, reference: BatchReference, *, timeout_s: float) -> None:
         key = (reference.worker_index, reference.worker_incarnation, reference.reference)
         self.kernel.call(lambda p: self.library.client_release(p, self.handle, *key, timeout_s))

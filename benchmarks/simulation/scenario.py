@@ -14,6 +14,7 @@ from benchmarks.simulation.library import Library
 _FAULTS_END_S = 40.0
 _LIMIT_S = 240.0
 _SETTLED_S = 60.0
+_READS = 0.3  # share of the seeds with reads beside the training
 
 
 @dataclass
@@ -96,7 +97,8 @@ class Faults:
         return process.name
 
     def _freeze(self) -> str | None:
-        process = self.job.roles[self._random.choice(tuple(self.job.roles))].process
+        names = (*self.job.roles, "server", "standby")  # those more often
+        process = self.job.roles[self._random.choice(names)].process
         if process is None or process.is_dead or process.is_frozen or not self._begin():
             return None
         length_s = self._length_s()
@@ -152,7 +154,8 @@ def run_seed(
     outcome = Outcome(seed)
     kernel = Kernel(library, seed, trace=trace)
     with simulated(kernel):
-        job = Job(kernel, deadline_s=kernel.random.choice((2, 3, 4)))
+        rng = kernel.random
+        job = Job(kernel, deadline_s=rng.choice((2, 3, 4)), reads=has_faults and rng.random() < _READS)
         if has_faults:
             Faults(job, outcome).start()
         job.start()

@@ -415,3 +415,10 @@ API int64_t sim_client_release(int32_t process, RemoteClient* client, uint32_t w
     return Done(client->Release({{incarnation, reference}, worker}, In(timeout_s)));
   });
 }
+// A read: how many rows the servers have.
+API int64_t sim_client_count_rows(int32_t process, RemoteClient* client, double timeout_s) {
+  return Begin(process, [=]() -> StatusOr<int64_t> {
+    PERSIA_ASSIGN_OR_RETURN(const auto sizes, client->Sizes(In(timeout_s)));
+    return static_cast<int64_t>(sizes.at(0));
+  });
+}

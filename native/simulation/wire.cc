@@ -98,9 +98,8 @@ void Wire::Arrive(const ConnectionPtr& connection, int from, Time sent_at,
     if (!is_lost) world.AtProcess(ends[1 - from].process, world.now(), arrive);
     return Break(connection, -1);
   }
-  world.AtProcess(ends[1 - from].process, world.now(), [connection, arrive] {
-    if (connection->is_open) arrive();
-  });
+  // A process that is frozen reads it later, even if the connection is closed by then.
+  world.AtProcess(ends[1 - from].process, world.now(), std::move(arrive));
 }
 
 void Wire::Break(const ConnectionPtr& connection, int from) {
