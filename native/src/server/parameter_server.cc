@@ -140,7 +140,12 @@ void ParameterServer::Register(const Method<Request, Reply>& method, Access acce
                 PERSIA_RETURN_IF_ERROR(CheckAllowed(method, access));
                 if (standby_ == nullptr) return handler(body, context);
                 PERSIA_RETURN_IF_ERROR(standby_->CheckServes());
-                if (!Changes(access, body)) return handler(body, context);
+                if (!Changes(access, body)) {
+                  auto reply = handler(body, context);
+                  // Again: a pause within may have been longer than the lease.
+                  PERSIA_RETURN_IF_ERROR(standby_->CheckServes());
+                  return reply;
+                }
                 return standby_->Run(method, body, [&] { return handler(body, context); });
               });
 }
