@@ -51,9 +51,7 @@ class Lane:
         return None
 
     @contextlib.contextmanager
-    def behind(
-        self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    def behind(self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]) -> Iterator[None]:
         """What is started inside runs beside the loop's work and after `mark`; it may read `read`."""
         yield
 
@@ -99,9 +97,7 @@ class CudaLane(Lane):
         return event
 
     @contextlib.contextmanager
-    def behind(
-        self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    def behind(self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]) -> Iterator[None]:
         assert mark is not None, "made by mark"
         with torch.cuda.stream(self._out):
             self._out.wait_event(mark)
@@ -283,7 +279,8 @@ class OutgoingGradients:
     def __init__(
         self, lane: Lane, blocks: Sequence[tuple[_Pack, _Block]], leaves: Leaves, scale: float
     ) -> None:
-        self._lane, self._blocks, self._mark = lane, blocks, lane.mark()
+        self._lane, self._mark = lane, lane.mark()
+        self._blocks = list(blocks)
         self._names = [name for name, _ in leaves]
         # Not the leaves: their values end with the batch.
         self._gradients = [leaf.grad for _, leaf in leaves]
@@ -292,7 +289,7 @@ class OutgoingGradients:
 
     @torch.no_grad()
     def fetch(self) -> list[tuple[str, SlotGradient]]:
-        """(slot, its gradient) of each leaf, on the host. Waits for the device, and for nothing else."""
+        """(slot, its gradient) of each leaf, on the host. Waits for the device. Called once."""
         taken: list[SlotGradient] = [None] * len(self._names)
         present = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         if not present:
@@ -320,6 +317,7 @@ class OutgoingGradients:
                     taken[i] = (sums[rows], float(greatest[slot]))
         for i, array in zip(alone, arrays[2 * len(self._blocks) :], strict=True):
             taken[i] = array
+        self._blocks, self._gradients = [], []  # memory of the device, while the servers are waited for
         return list(zip(self._names, taken, strict=True))
 
 

@@ -9,69 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.check import NAMES, SLOTS, differences, make_batch
+from persia import _native
+from persia.config import parse_embedding_config
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.pipeline import lookup
+from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.device_batch import Lane, OutgoingGradients, lane_of
 
 CPU = torch.device("cpu")
-BATCH, STEPS = 33, 6
-SLOTS: dict[str, Any] = {
-    "feature_index_prefix_bit": 8,
-    "slots_config": {
-        "single": {"dim": 4},
-        "single 2": {"dim": 4},
-        "wide": {"dim": 24},
-        "many": {"dim": 4},
-        "root": {"dim": 4, "sqrt_scaling": True},
-        "hot": {"dim": 24},
-        "stacked": {"dim": 4, "hash_stack_config": {"hash_stack_rounds": 3, "embedding_size": 40}},
-        "stacked root": {
-            "dim": 4,
-            "sqrt_scaling": True,
-            "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 40},
-        },
-        "empty": {"dim": 24},
-        "raw": {"dim": 6, "embedding_summation": False, "sample_fixed_size": 3},
-        "weighted": {"dim": 4},
-        "shared": {"dim": 4},
-        "shared 2": {"dim": 4},
-    },
-    "feature_groups": {"both": ["shared", "shared 2"]},
-}
-NAMES = list(SLOTS["slots_config"])
-
-
-def lists(rng: np.random.Generator, most: int, vocabulary: int) -> list[np.ndarray[Any, Any]]:
-    return [rng.integers(0, vocabulary, rng.integers(0, most + 1)).astype(np.uint64) for _ in range(BATCH)]
-
-
-def make_batch(number: int) -> PersiaBatch:
-    rng = np.random.default_rng(number)
-
-    def ids(name: str) -> list[np.ndarray[Any, Any]]:
-        if name.startswith("single"):
-            return [np.array([i], np.uint64) for i in rng.zipf(1.3, BATCH) % 100]
-        if name == "empty":
-            return [np.empty(0, np.uint64)] * BATCH
-        return lists(rng, 8 if name == "hot" else 4, 3 if name == "hot" else 50)
-
-    features = []
-    for name in NAMES:
-        samples = ids(name)
-        weights = None
-        if name == "weighted":
-            weights = [rng.normal(size=len(sample)).astype(np.float32) for sample in samples]
-        features.append(IDTypeFeature(name, samples, weights=weights))
-    dense = rng.normal(size=(BATCH, 3)).astype(np.float32)
-    return PersiaBatch(
-        features,
-        non_id_type_features=[NonIDTypeFeature(dense), NonIDTypeFeature(dense[:, :1] > 0)],
-        labels=[Label(rng.normal(size=(BATCH, 1)).astype(np.float32))],
-    )
+STEPS = 6
 
 
 class Batches(IterableDataset):
@@ -143,6 +94,37 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
     return use
 
 
+class Cluster:
+    """A parameter server and an embedding worker in this process, behind sockets."""
+
+    def __init__(self) -> None:
+        config = parse_embedding_config(SLOTS)
+        self._server = _native.ParameterServer(
+            replica_index=0, replica_size=1, capacity=10_000, num_internal_shards=2
+        )
+        self._worker = _native.EmbeddingWorker(
+            slots=config.native_slots(),
+            feature_index_prefix_bit=config.feature_index_prefix_bit,
+            num_servers=1,
+        )
+        self._worker.set_server(0, f"127.0.0.1:{self._server.start('127.0.0.1', 0)}")
+        self._address = f"127.0.0.1:{self._worker.start('127.0.0.1', 0)}"
+
+    def backend(self, wire_dtype: str) -> EmbeddingBackend:
+        client = _native.RemoteClient(1, wire_dtype=wire_dtype)
+        client.set_worker(0, self._address)
+        return EmbeddingBackend(client, deadline_s=60.0)
+
+    @property
+    def num_slots_as_rows(self) -> int:
+        count: int = self._worker.stats()["num_slots_as_rows"]
+        return count
+
+    def stop(self) -> None:
+        self._worker.stop()
+        self._server.stop()
+
+
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["counts"] == expected["counts"]
     assert found["losses"] == expected["losses"]
@@ -179,6 +161,22 @@ def test_a_device_computes_what_training_without_one_does(
     assert_same(found, expected)
 
 
+@pytest.mark.parametrize("wire_dtype", ["float32", "float16"])
+def test_servers_behind_sockets_get_the_same_gradients(
+    wire_dtype: str, on_device: Callable[[], list[int]]
+) -> None:
+    found = []
+    for use in (list, on_device):
+        use()
+        cluster = Cluster()
+        try:
+            found.append(trained(SLOTS, backend=cluster.backend(wire_dtype)))
+            assert bool(cluster.num_slots_as_rows) == (wire_dtype == "float32")
+        finally:
+            cluster.stop()
+    assert_same(found[1], found[0])
+
+
 def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(on_device: Callable[[], list[int]]) -> None:
     def poison(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         if name not in ("single", "hot", "raw"):
@@ -194,7 +192,9 @@ def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(on_device: Callab
     assert_same(found, expected)
 
 
-def test_gradients_that_overflow_in_their_sum_leave_their_slot_out(on_device: Callable[[], list[int]]) -> None:
+def test_gradients_that_overflow_in_their_sum_leave_their_slot_out(
+    on_device: Callable[[], list[int]],
+) -> None:
     def grow(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         return torch.full_like(gradient, 3e38) if name in ("hot", "many") else None
 
@@ -213,3 +213,7 @@ def test_only_devices_have_a_lane() -> None:
 def test_gradients_of_no_leaf_are_none() -> None:
     leaves = [("a", torch.zeros(2, 3)), ("b", torch.zeros(2, 3))]
     assert OutgoingGradients(Lane(CPU), [], leaves, 1.0).fetch() == [("a", None), ("b", None)]
+
+
+def test_the_check_of_devices_finds_no_difference() -> None:
+    assert differences(CPU, num_batches=3) == []
