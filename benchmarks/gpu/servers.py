@@ -1,7 +1,7 @@
-"""`python -m benchmarks.gpu.servers SLOTS.json`: an embedding worker and two parameter servers in one process.
+"""`python -m benchmarks.gpu.servers JSON`: an embedding worker and two parameter servers in one process.
 
-Prints the worker's address, and ends with its standard input. Without a broker, so that nothing but this
-repository is needed.
+`JSON` has the slots. Prints the worker's address, and ends with its standard input. Without a broker, so that
+nothing but this repository is needed.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def main() -> None:
         worker.set_server(i, f"{HOST}:{server.start(HOST, 0)}")
     print(f"{HOST}:{worker.start(HOST, 0)}", flush=True)
     sys.stdin.read()
-    for role in (worker, *servers):
-        role.stop()
+    worker.stop()
+    for server in servers:
+        server.stop()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest import mock
 
@@ -66,7 +66,7 @@ def _slots(case: Case) -> dict[str, Any]:
 def persia(
     traffic: Traffic, device: torch.device, backend: EmbeddingBackend | None = None
 ) -> Iterator[Iterator[object]]:
-    """The embedded engine, or servers behind `backend`; lookups and updates run ahead of and behind the loop."""
+    """The embedded engine, or servers behind `backend`."""
     case = traffic.case
     model = new_model(case).to(device)
     with TrainCtx(
@@ -80,7 +80,7 @@ def persia(
         backend=backend,
     ) as ctx:
 
-        def steps() -> Iterator[object]:
+        def steps() -> Generator[object, None, None]:
             for batch in DataLoader(_Batches(traffic)):
                 output, labels = ctx.forward(batch)
                 assert labels is not None
@@ -97,16 +97,18 @@ def persia(
 @contextlib.contextmanager
 def persia_by_slot(traffic: Traffic, device: torch.device) -> Iterator[Iterator[object]]:
     """Embeddings pooled on the host, and a copy for each slot and direction: how persia did it before."""
-    with mock.patch.object(lookup, "lane_of", lambda device: None), persia(traffic, device) as loop:
+    with mock.patch.object(lookup, "lane_of", return_value=None), persia(traffic, device) as loop:
         yield loop
 
 
 @contextlib.contextmanager
 def persia_servers(traffic: Traffic, device: torch.device) -> Iterator[Iterator[object]]:
     """An embedding worker and two parameter servers in a process of their own, behind sockets."""
-    with Servers(_slots(traffic.case)) as client:
-        with persia(traffic, device, EmbeddingBackend(client, deadline_s=60.0)) as loop:
-            yield loop
+    with (
+        Servers(_slots(traffic.case)) as client,
+        persia(traffic, device, EmbeddingBackend(client, deadline_s=60.0)) as loop,
+    ):
+        yield loop
 
 
 def _on_tables(
@@ -128,7 +130,7 @@ def _on_tables(
         embeddings = list(look_up(rows, offsets).view(case.num_slots, case.batch_size, case.dim).unbind(0))
         output = model([dense], embeddings)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         step()

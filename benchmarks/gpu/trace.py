@@ -1,4 +1,4 @@
-"""What a trace of torch.profiler says of some steps: copies, how much of them compute hides, waits of the loop."""
+"""What a trace of torch.profiler says of steps: copies, how much of them compute hides, waits of the loop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def profile_of(events: list[dict[str, Any]], num_steps: int, process: int, threa
     ]
 
     def size(way: str) -> float:
-        return sum(e.get("args", {}).get("bytes", 0) for e in ways[way]) / num_steps
+        return float(sum(e.get("args", {}).get("bytes", 0) for e in ways[way])) / num_steps
 
     def share(way: str) -> float:
         copies = [_span(e) for e in ways[way]]

@@ -10,7 +10,7 @@ import torch
 from benchmarks.workload import Batch, Workload, make_batches
 from persia.models.dlrm import DLRM
 
-__all__ = ["CASES", "QUICK_CASES", "Case", "Step", "Traffic", "new_model"]
+__all__ = ["CASES", "QUICK_CASES", "Case", "Traffic", "new_model"]
 
 LEARNING_RATE, EPS = 0.02, 1e-10
 
@@ -74,10 +74,3 @@ def new_model(case: Case) -> DLRM:
         bottom_mlp_sizes=(512, 256, case.dim),
         top_mlp_sizes=(1024, 512, 256, 1),
     )
-
-
-@dataclasses.dataclass
-class Step:
-    """Timed from outside: what one step of a system's loop did."""
-
-    loss: torch.Tensor

@@ -1,8 +1,9 @@
 """Stages 3 to 5 with a device: a batch crosses to it in one copy, and its gradients come back in one.
 
-In: the `LookupResult`s of a batch, with distinct rows instead of pooled embeddings where a slot has them; later
-the gradients of the leaves. Out: tensors on the device; later arrays, with one gradient for each distinct row.
-A lookup thread packs and sends, the loop pools, and a gradient thread sums and fetches (docs/adr/0049-*.md).
+In: the `LookupResult`s of a batch, with distinct rows instead of pooled embeddings where a slot has them;
+later the gradients of the leaves. Out: tensors on the device; later arrays, with one gradient for each
+distinct row. A lookup thread packs and sends, the loop pools, and a gradient thread sums and fetches
+(docs/adr/0049-a-batch-crosses-to-the-device-once.md).
 
 Everything is written in operations of torch that sum in the order of the native kernels, so the results have
 their bits, on the CPU as well: there the tests compare. Training on the CPU does not come here: it uses the
@@ -64,14 +65,15 @@ class Lane:
 class CudaLane(Lane):
     """Copies through pinned memory on a stream for each direction, beside what the loop computes.
 
-    The allocators of torch keep the memory: pinned memory until the copies from and to it are done, and memory
-    of the device until the streams are past the point where the last reference ended, if each stream that
-    reads it is recorded. Streams and the current device belong to a thread, so each method sets its own.
+    The allocators of torch keep the memory: pinned memory until the copies from and to it are done, and
+    memory of the device until the streams are past the point where the last reference ended, if each stream
+    that reads it is recorded. Streams and the current device belong to a thread, so each method sets its own.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._in = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._out = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         # Without a device set, a thread's pinned memory would belong to device 0, and make a context there.
@@ -79,7 +81,7 @@ class CudaLane(Lane):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._in):
             sent = host.to(self.device, non_blocking=True)
             event.record(self._in)
@@ -92,7 +94,7 @@ class CudaLane(Lane):
         sent.record_stream(current)
 
     def mark(self) -> torch.cuda.Event | None:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 
@@ -109,7 +111,7 @@ class CudaLane(Lane):
         host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         host.copy_(values, non_blocking=True)
         # Blocking: the thread sleeps. Otherwise it would use a core to look at the device.
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._out)
         event.synchronize()  # without the GIL
         array: NDArray[np.float32] = host.numpy()
@@ -200,7 +202,7 @@ class _Pack:
             end += array.nbytes
         host = lane.host_memory(max(end, 1))
         buffer = host.numpy()
-        result.fill_pack(self.layout, buffer)
+        result.fill_pack(self.layout, memoryview(buffer))
         for array, place in zip(arrays, self._places, strict=True):
             buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.memory, self._event = lane.send(host)
@@ -331,4 +333,5 @@ def _sum_bags(rows: torch.Tensor, numbers: torch.Tensor, offsets: torch.Tensor) 
 def _view(memory: torch.Tensor, place: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """The array that begins at byte `place` of the memory, related to no other tensor for autograd."""
     view = torch.empty(0, dtype=dtype, device=memory.device)
-    return view.set_(memory.untyped_storage(), place // view.element_size(), torch.Size(shape))  # type: ignore[call-overload]
+    view.set_(memory.untyped_storage(), place // view.element_size(), torch.Size(shape))  # type: ignore[call-overload]
+    return view

@@ -110,8 +110,8 @@ class BackwardPass:
                 continue
             are_finite = self._begin_to_check(batch)
             if self._on_embedding_gradient is not None:
-                # Known before the hook: one that clips could turn infinity into a number, and hide an overflow
-                # from the loss scale.
+                # Known before the hook: one that clips could turn infinity into a number, and hide an
+                # overflow from the loss scale.
                 finite = are_finite() and finite
             left_scale = self._run_hook(batch, scale)
             gradients = batch.gradients(left_scale)

@@ -1,7 +1,7 @@
 """What needs a CUDA device: its streams and copies, half precision, ranks over nccl. `./run gpu` runs it.
 
-What is computed on a device is tested on the CPU: tests/unit/ctx/test_device_batch.py. Everything else of training
-does not know where the tensors are, and is tested without.
+What is computed on a device is tested on the CPU: tests/unit/ctx/test_device_batch.py. Everything else of
+training does not know where the tensors are, and is tested without.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a batch goes through with a device, on the CPU, where it must give the bits of training without one."""
+"""The path of a batch with a device, on the CPU, where it must give the bits of training without one."""
 
 from __future__ import annotations
 
