@@ -240,7 +240,7 @@ class LookupResult:
     batch_size: Final[int]
     slots: Final[list[SlotEmbedding]]  # in the order of the batch's features
     def lay_out_pack(self) -> PackLayout: ...
-    def fill_pack(self, layout: PackLayout, buffer: Buffer) -> None:
+    def fill_pack(self, layout: PackLayout, buffer: NDArray[np.uint8]) -> None:
         """Fills the first `layout.size_bytes` bytes of a writable buffer."""
 
 class PackedBlock:

@@ -202,7 +202,7 @@ class _Pack:
             end += array.nbytes
         host = lane.host_memory(max(end, 1))
         buffer = host.numpy()
-        result.fill_pack(self.layout, memoryview(buffer))
+        result.fill_pack(self.layout, buffer)
         for array, place in zip(arrays, self._places, strict=True):
             buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         self.memory, self._event = lane.send(host)

@@ -139,13 +139,13 @@ void BindLookupResult(py::module_& module) {
       .def_property_readonly("rows", &Rows)
       .def_property_readonly("index", &Index)
       .def_property_readonly("sample_num_ids", &SampleNumIds);
+  BindPack(module);
   py::class_<LookupResult, std::shared_ptr<LookupResult>>(module, "LookupResult")
       .def_property_readonly("reference", [](const LookupResult& r) { return r.reference; })
       .def_readonly("batch_size", &LookupResult::batch_size)
       .def_property_readonly("slots", &SlotsOf)
       .def("lay_out_pack", &worker::LayOutPack)
       .def("fill_pack", &FillPack, py::arg("layout"), py::arg("buffer"));
-  BindPack(module);
   BindReturnReport(module);
 }
 
