@@ -118,17 +118,18 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
     return [case for case in cases if options.only in case.name]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the program")
     parser.add_argument("--quick", action="store_true", help="tiny cases, whose figures mean nothing")
     parser.add_argument("--seconds", type=number(0.0), default=1.0, help="of each system and case")
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--threads", type=whole(1), default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--threads", type=whole(1), help="of torch, on the host")
     parser.add_argument("--output", type=Path, default=Path("build/gpu"), help="folder for results.json")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parser.parse_args(arguments)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     results, skipped = [], {}
     for case in cases_of(options):
