@@ -27,9 +27,9 @@ from benchmarks.gpu.traffic import CASES, QUICK_CASES, Case, Traffic
 from benchmarks.machine import describe_machine
 from persia.observability.phases import STEP_PHASES
 
-WARM_STEPS, CHUNK, PROFILED_STEPS = 48, 10, 20
+WARM_STEPS, CHUNK, PROFILED_STEPS = 48, 10, 8
 LEAST_CHUNKS = 3
-PROFILED = ("persia", "persia, a copy a slot", "persia, servers", "torch, sparse")
+PROFILED = ("persia", "persia, a copy a slot", "persia, servers")
 
 
 def synchronize(device: torch.device) -> None:

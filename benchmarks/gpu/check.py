@@ -87,11 +87,12 @@ def make_batch(number: int, batch_size: int = 33) -> PersiaBatch:
 Results = list[tuple[str, NDArray[Any]]]  # what was computed of a batch
 
 
-def _trained(lane: Lane, batch: DeviceBatch, scale: float) -> tuple[Results, Any]:
+@torch.no_grad()
+def _trained(lane: Lane, batch: DeviceBatch, scale: float, requires_grad: bool) -> tuple[Results, Any]:
     """Embeddings and dense tensors, read when the caller waits; and the gradients on their way."""
     if lane.device.type == "cuda":
         torch.cuda._sleep(_LAG_CYCLES)  # type: ignore[no-untyped-call]
-    found = [(name, leaf) for name, leaf, _ in batch.embeddings()]
+    found = [(name, leaf) for name, leaf, _ in batch.embeddings(requires_grad=requires_grad)]
     leaves = []
     for name, leaf in found:
         copy = leaf.detach().requires_grad_()
@@ -149,9 +150,9 @@ def differences(device: torch.device, num_batches: int, batch_size: int = 33) ->
             if number + _AHEAD < num_batches:
                 ahead.append(pool.submit(look_up, number + _AHEAD))
             scale = float(1 << (number % 3)) * (3.0 if number % 2 else 1.0)
-            compared.append(
-                pool.submit(compare, *_trained(lane, batch, scale), *_trained(on_cpu, reference, scale))
-            )
+            ours = _trained(lane, batch, scale, requires_grad=number % 3 > 0)
+            theirs = _trained(on_cpu, reference, scale, requires_grad=number % 3 > 0)
+            compared.append(pool.submit(compare, *ours, *theirs))
             del batch, reference
         return [f"batch {i}: {name}" for i, done in enumerate(compared) for name in done.result()]
 

@@ -25,7 +25,7 @@ from persia.embedding.data import (
     PersiaBatch,
 )
 from persia.embedding.optim import Adagrad
-from persia.pipeline import lookup
+from persia.job import batch_pipeline
 from persia.pipeline.backend import EmbeddingBackend
 
 __all__ = ["SYSTEMS", "UnavailableError"]
@@ -97,7 +97,7 @@ def persia(
 @contextlib.contextmanager
 def persia_by_slot(traffic: Traffic, device: torch.device) -> Iterator[Iterator[object]]:
     """Embeddings pooled on the host, and a copy for each slot and direction: how persia did it before."""
-    with mock.patch.object(lookup, "lane_of", return_value=None), persia(traffic, device) as loop:
+    with mock.patch.object(batch_pipeline, "lane_of", return_value=None), persia(traffic, device) as loop:
         yield loop
 
 

@@ -188,8 +188,8 @@ def embedding_tensors(
 def device_tensors(batch: DeviceBatch, *, requires_grad: bool) -> EmbeddingTensors:
     """The same of a batch that was sent to its device."""
     made = EmbeddingTensors([], [])
-    for name, leaf, index in batch.embeddings():
-        made.leaves.append((name, leaf.requires_grad_(requires_grad)))
+    for name, leaf, index in batch.embeddings(requires_grad=requires_grad):
+        made.leaves.append((name, leaf))
         made.tensors.append(leaf if index is None else _expand_raw(leaf, index))
     return made
 

@@ -21,13 +21,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia._native import LookupResult, PackedBlock, PackLayout
+from persia._native import LookupResult, PackedBlock
 from persia.embedding.dense_codec import DenseSection
 from persia.pipeline.backend import SlotGradient
 
 _ALIGNMENT = 64  # of arrays in a pack, as in native/src/worker/device_pack.cc
 
 Leaves = Sequence[tuple[str, torch.Tensor]]
+
+
+class Sent:
+    """Memory of a device, whose contents are on their way."""
+
+    def __init__(self, memory: torch.Tensor, arrived: torch.cuda.Event | None = None) -> None:
+        self.memory, self.arrived = memory, arrived
+        self.received_on: torch.cuda.Stream | None = None  # the last stream that waits for the event
 
 
 class Lane:
@@ -40,11 +48,11 @@ class Lane:
         """What `send` takes."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def send(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """The same bytes on the device, there once the event has happened. Does not wait."""
-        return host, None
+    def send(self, host: torch.Tensor) -> Sent:
+        """The same bytes on the device, some time. Does not wait."""
+        return Sent(host)
 
-    def receive(self, sent: torch.Tensor, event: torch.cuda.Event | None) -> None:
+    def receive(self, sent: Sent) -> None:
         """What this thread starts on the device from here on may read what was sent."""
 
     def mark(self) -> torch.cuda.Event | None:
@@ -80,18 +88,21 @@ class CudaLane(Lane):
         with torch.cuda.device(self.device):
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def send(self, host: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def send(self, host: torch.Tensor) -> Sent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._in):
             sent = host.to(self.device, non_blocking=True)
             event.record(self._in)
-        return sent, event
+        return Sent(sent, event)
 
-    def receive(self, sent: torch.Tensor, event: torch.cuda.Event | None) -> None:
-        assert event is not None, "made by send"
+    def receive(self, sent: Sent) -> None:
         current = torch.cuda.current_stream(self.device)
-        current.wait_event(event)
-        sent.record_stream(current)
+        if sent.received_on == current:
+            return
+        assert sent.arrived is not None, "made by send"
+        current.wait_event(sent.arrived)
+        sent.memory.record_stream(current)
+        sent.received_on = current
 
     def mark(self) -> torch.cuda.Event | None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -142,16 +153,18 @@ class _Block:
         if packed.factors is not None:
             self._factors = _view(pack, packed.factors, (num_bags, 1), torch.float32)
 
-    def pool(self) -> list[torch.Tensor]:
+    def pool(self, *, are_leaves: bool) -> Sequence[torch.Tensor]:
         """The embeddings [batch, dim] of each slot."""
-        if self._offsets is None:
-            bags = self._rows.index_select(0, self._numbers)
-        else:
-            bags = _sum_bags(self._rows, self._numbers, self._offsets)
+        offsets = self._offsets
+        if offsets is None:
+            # Bags of one row: a gather of torch takes several times as long for short rows.
+            offsets = torch.arange(len(self._numbers) + 1, dtype=torch.int32, device=self._rows.device)
+        bags = _sum_bags(self._rows, self._numbers, offsets)
         if self._factors is not None:
             bags.mul_(self._factors)
-        # No views of one another: a model that works in place on one would invalidate what autograd has saved
-        # of the others.
+        if are_leaves:
+            return bags.view(len(self.slots), self.batch_size, self.dim).unbind(0)
+        # A model may work in place on what is no leaf, and invalidate what autograd has saved of its views.
         shape, step = (self.batch_size, self.dim), self.batch_size * self.dim * bags.element_size()
         return [_view(bags, i * step, shape, torch.float32) for i in range(len(self.slots))]
 
@@ -170,65 +183,53 @@ class _Block:
         # By a stable sort, so that a row's gradients are added up in the order of the samples.
         numbers, users = self._numbers.sort(stable=True)
         rows = torch.arange(self.first_rows[-1] + 1, dtype=torch.int32, device=bags.device)
-        begins = torch.searchsorted(numbers, rows)
+        begins = torch.searchsorted(numbers, rows, out_int32=True)
         if self._offsets is not None:
             places = torch.arange(len(numbers), dtype=torch.int32, device=bags.device)
-            bag_of_place = torch.searchsorted(self._offsets[1:], places, right=True)
-            users = bag_of_place[users]
-        return _sum_bags(bags, users, begins), greatest
+            users = torch.searchsorted(self._offsets[1:], places, right=True)[users]
+        # In 32 bits, which are fewer bytes to read for each row.
+        return _sum_bags(bags, users.to(torch.int32), begins), greatest
 
 
-class _Slot(NamedTuple):
-    name: str
-    shape: tuple[int, int]  # of its rows
-    fixed_size: int  # raw: IDs of a sample
+class _Other(NamedTuple):
+    """A slot that is in no block."""
+
+    position: int
+    rows: torch.Tensor
+    row_numbers: torch.Tensor | None  # raw: of each ID
 
 
 class _Pack:
-    """One lookup on its way to the device."""
+    """One lookup on its way to the device. All views of it are made by the lookup thread, not by the loop."""
 
     def __init__(self, lane: Lane, result: LookupResult, arrays: Sequence[NDArray[np.generic]]) -> None:
-        self._lane = lane
-        self.layout: PackLayout = result.lay_out_pack()
-        self.slots = {
-            i: _Slot(slot.name, (slot.num_rows, slot.dim), slot.sample_fixed_size)
-            for i, slot in enumerate(result.slots)
-            if not slot.absent
-        }
-        end, self._places = self.layout.size_bytes, []
+        layout, slots = result.lay_out_pack(), result.slots
+        self.names = [slot.name for slot in slots]
+        end, places = layout.size_bytes, []
         for array in arrays:
             end = (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-            self._places.append(end)
+            places.append(end)
             end += array.nbytes
         host = lane.host_memory(max(end, 1))
         buffer = host.numpy()
-        result.fill_pack(self.layout, buffer)
-        for array, place in zip(arrays, self._places, strict=True):
+        result.fill_pack(layout, buffer)
+        for array, place in zip(arrays, places, strict=True):
             buffer[place : place + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        self.memory, self._event = lane.send(host)
-
-    def receive(self) -> None:
-        """Before this thread uses what was sent."""
-        self._lane.receive(self.memory, self._event)
-
-    def array(self, i: int, array: NDArray[np.generic]) -> torch.Tensor:
-        """`array`, which was number `i` of those sent."""
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        return _view(self.memory, self._places[i], array.shape, dtype)
-
-    def blocks(self) -> list[_Block]:
-        return [_Block(packed, self.layout.batch_size, self.memory) for packed in self.layout.blocks]
-
-    def others(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """(position, rows, index of a raw slot) of each slot that is in no block."""
-        for packed in self.layout.slots:
-            slot = self.slots[packed.position]
-            rows = _view(self.memory, packed.rows, slot.shape, torch.float32)
+        self.sent = lane.send(host)
+        memory, size = self.sent.memory, layout.batch_size
+        self.arrays = [
+            _view(memory, place, array.shape, torch.from_numpy(np.empty(0, array.dtype)).dtype)
+            for array, place in zip(arrays, places, strict=True)
+        ]
+        self.blocks = [_Block(packed, size, memory) for packed in layout.blocks]
+        self.others = []
+        for packed in layout.slots:
+            slot = slots[packed.position]
+            rows = _view(memory, packed.rows, (slot.num_rows, slot.dim), torch.float32)
             index = None
             if packed.index is not None:
-                shape = (self.layout.batch_size, slot.fixed_size)
-                index = _view(self.memory, packed.index, shape, torch.int32)
-            yield packed.position, rows, index
+                index = _view(memory, packed.index, (size, slot.sample_fixed_size), torch.int32)
+            self.others.append(_Other(packed.position, rows, index))
 
 
 class DeviceBatch:
@@ -237,9 +238,8 @@ class DeviceBatch:
     def __init__(self, lane: Lane, result: LookupResult, dense: DenseSection) -> None:
         self._lane = lane
         self._num_features = len(dense.features)
-        self._arrays = [array for _, array in (*dense.features, *dense.labels)]
-        self._packs = [_Pack(lane, result, self._arrays)]
-        self._blocks: list[tuple[_Pack, _Block]] = []
+        arrays = [array for _, array in (*dense.features, *dense.labels)]
+        self._packs = [_Pack(lane, result, arrays)]
 
     def add(self, result: LookupResult) -> None:
         """Slots that are absent from the lookups before."""
@@ -247,42 +247,41 @@ class DeviceBatch:
 
     def features(self) -> list[torch.Tensor]:
         """The dense features."""
-        return self._dense(range(self._num_features))
+        self._lane.receive(self._packs[0].sent)
+        return self._packs[0].arrays[: self._num_features]
 
     def labels(self) -> list[torch.Tensor]:
-        return self._dense(range(self._num_features, len(self._arrays)))
-
-    def _dense(self, numbers: range) -> list[torch.Tensor]:
-        self._packs[0].receive()
-        return [self._packs[0].array(i, self._arrays[i]) for i in numbers]
+        self._lane.receive(self._packs[0].sent)
+        return self._packs[0].arrays[self._num_features :]
 
     @torch.no_grad()
-    def embeddings(self) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    def embeddings(self, *, requires_grad: bool) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
         """(slot, leaf, index of a raw slot), in the order of the batch's features."""
-        found: dict[int, tuple[str, torch.Tensor, torch.Tensor | None]] = {}
+        found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for pack in self._packs:
-            pack.receive()
-            for block in pack.blocks():
-                self._blocks.append((pack, block))
-                for position, bags in zip(block.slots, block.pool(), strict=True):
-                    found[position] = (pack.slots[position].name, bags, None)
-            for position, rows, index in pack.others():
-                found[position] = (pack.slots[position].name, rows, index)
-        return [found[position] for position in sorted(found)]
+            self._lane.receive(pack.sent)
+            for block in pack.blocks:
+                pooled = block.pool(are_leaves=requires_grad)
+                found |= {i: (bags, None) for i, bags in zip(block.slots, pooled, strict=True)}
+            found |= {other.position: (other.rows, other.row_numbers) for other in pack.others}
+        names = self._packs[0].names
+        return [
+            (names[i], leaf.requires_grad_(requires_grad), index)
+            for i, (leaf, index) in sorted(found.items())
+        ]
 
     def gradients(self, leaves: Leaves, scale: float) -> OutgoingGradients:
         """Of the backward pass that this thread has started. `scale`: which they still have."""
-        return OutgoingGradients(self._lane, self._blocks, leaves, scale)
+        return OutgoingGradients(self._lane, self._packs, leaves, scale)
 
 
 class OutgoingGradients:
     """The gradients of a batch, on the device until a gradient thread asks for them."""
 
-    def __init__(
-        self, lane: Lane, blocks: Sequence[tuple[_Pack, _Block]], leaves: Leaves, scale: float
-    ) -> None:
+    def __init__(self, lane: Lane, packs: Sequence[_Pack], leaves: Leaves, scale: float) -> None:
         self._lane, self._mark = lane, lane.mark()
-        self._blocks = list(blocks)
+        self._memory = [pack.sent.memory for pack in packs]
+        self._blocks = [block for pack in packs for block in pack.blocks]
         self._names = [name for name, _ in leaves]
         # Not the leaves: their values end with the batch.
         self._gradients = [leaf.grad for _, leaf in leaves]
@@ -296,12 +295,12 @@ class OutgoingGradients:
         present = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
         if not present:
             return list(zip(self._names, taken, strict=True))
-        in_blocks = {position for _, block in self._blocks for position in block.slots}
+        in_blocks = {position for block in self._blocks for position in block.slots}
         alone = [i for i in present if i not in in_blocks]
         read = [gradient for gradient in self._gradients if gradient is not None]
-        with self._lane.behind(self._mark, [*read, *(pack.memory for pack, _ in self._blocks)]):
+        with self._lane.behind(self._mark, [*read, *self._memory]):
             pieces: list[torch.Tensor] = []
-            for _, block in self._blocks:
+            for block in self._blocks:
                 pieces += block.sum_by_row([self._gradients[i] for i in block.slots], self._inverse_scale)
             pieces += [gradient for i in alone if (gradient := self._gradients[i]) is not None]
             values = self._lane.fetch(torch.cat([piece.reshape(-1) for piece in pieces]))
@@ -311,7 +310,7 @@ class OutgoingGradients:
                 np.split(values, np.cumsum([piece.numel() for piece in pieces])[:-1]), pieces, strict=True
             )
         ]
-        for k, (_, block) in enumerate(self._blocks):
+        for k, block in enumerate(self._blocks):
             sums, greatest = arrays[2 * k : 2 * k + 2]
             for slot, i in enumerate(block.slots):
                 if self._gradients[i] is not None:
@@ -319,7 +318,8 @@ class OutgoingGradients:
                     taken[i] = (sums[rows], float(greatest[slot]))
         for i, array in zip(alone, arrays[2 * len(self._blocks) :], strict=True):
             taken[i] = array
-        self._blocks, self._gradients = [], []  # memory of the device, while the servers are waited for
+        # Memory of the device, while the servers are waited for.
+        self._blocks, self._gradients, self._memory = [], [], []
         return list(zip(self._names, taken, strict=True))
 
 

@@ -32,6 +32,11 @@ from persia.pipeline.device_batch import OutgoingGradients
 from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 
+# Since torch 2.6.
+_total_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = getattr(
+    torch.nn.utils, "get_total_norm", None
+)
+
 GradientHook = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
 
@@ -377,10 +382,13 @@ def _begin_to_check(gradients: list[torch.Tensor]) -> Callable[[], bool]:
     """What is returned waits for the device, and says whether all gradients are finite."""
     if not gradients:
         return lambda: True
-    # A sum reads each gradient once and writes nothing; NaN and infinity stay in it.
-    sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
-    finite = torch.isfinite(torch.stack(sums)).all()  # one wait for the device, not one a parameter
-    # A sum may overflow.
+    # A norm or sum reads each gradient once and writes nothing; NaN and infinity stay in it.
+    if _total_norm is not None and all(g.is_cuda and g.dtype == torch.float32 for g in gradients):
+        finite = torch.isfinite(_total_norm(gradients))  # a few kernels for all gradients
+    else:
+        sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
+        finite = torch.isfinite(torch.stack(sums)).all()  # one wait for the device, not one a parameter
+    # Either may overflow.
     return lambda: bool(finite) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 

@@ -30,7 +30,7 @@ from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters
-from persia.pipeline.device_batch import Lane, lane_of
+from persia.pipeline.device_batch import Lane
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
 
@@ -194,13 +194,13 @@ class LookupService:
     training: bool
     first: int = ALL_SLOTS  # of a training batch's first lookup
     in_step: int | None = None  # of the lookup in its training step
+    lane: Lane | None = None  # to the device; None: batches stay on the host
 
     def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
         """Ends by the backend's deadline; on an error the permit is released, the error names the batch."""
         requires_grad = self.training and pending.requires_grad
         # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
         slots = self.first if requires_grad else ALL_SLOTS
-        lane = lane_of(self.device)
         try:
             dense = decode_dense(pending.dense)
             # The native client tags its spans with this thread-local number, which connects them to those of
@@ -212,14 +212,14 @@ class LookupService:
                         requires_grad=requires_grad,
                         slots=slots,
                         id_features=pending.id_features,
-                        as_rows=lane is not None,
+                        as_rows=self.lane is not None,
                     )
                 else:
                     result = self.backend.lookup_direct(
                         bytes(pending.id_features),
                         requires_grad=requires_grad,
                         slots=slots,
-                        as_rows=lane is not None,
+                        as_rows=self.lane is not None,
                     )
         except Exception as failure:
             self.counters.add(batches_failed=1)
@@ -228,8 +228,8 @@ class LookupService:
             raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
         batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
-        if lane is not None:
-            self._send(batch, lane, release_permit)
+        if self.lane is not None:
+            self._send(batch, self.lane, release_permit)
         batch.ready_ns = time.monotonic_ns()
         if lease is None:
             self.counters.add(batches_evaluated=1)
@@ -271,7 +271,7 @@ class LookupService:
         try:
             with TracedBatch(batch_id):
                 return self.backend.lookup(
-                    reference, requires_grad=True, slots=slots, as_rows=lane_of(self.device) is not None
+                    reference, requires_grad=True, slots=slots, as_rows=self.lane is not None
                 )
         except Exception as failure:
             FORWARD_ERRORS.add()

@@ -17,7 +17,7 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import PersiaBatch
 from persia.embedding.optim import Adagrad
-from persia.pipeline import lookup
+from persia.job import batch_pipeline
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.device_batch import Lane, OutgoingGradients, lane_of
 
@@ -88,7 +88,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
 
     def use() -> list[int]:
         lane = Counting(CPU)
-        monkeypatch.setattr(lookup, "lane_of", lambda device: lane)
+        monkeypatch.setattr(batch_pipeline, "lane_of", lambda device: lane)
         return sent
 
     return use
