@@ -161,23 +161,35 @@ def test_a_device_computes_what_training_without_one_does(
     assert_same(found, expected)
 
 
+@pytest.fixture
+def new_cluster() -> Iterator[Callable[[], Cluster]]:
+    made: list[Cluster] = []
+
+    def start() -> Cluster:
+        made.append(Cluster())
+        return made[-1]
+
+    yield start
+    for cluster in made:
+        cluster.stop()
+
+
 @pytest.mark.parametrize("wire_dtype", ["float32", "float16"])
 def test_servers_behind_sockets_get_the_same_gradients(
-    wire_dtype: str, on_device: Callable[[], list[int]]
+    wire_dtype: str, on_device: Callable[[], list[int]], new_cluster: Callable[[], Cluster]
 ) -> None:
-    found = []
-    for use in (list, on_device):
-        use()
-        cluster = Cluster()
-        try:
-            found.append(trained(SLOTS, backend=cluster.backend(wire_dtype)))
-            assert bool(cluster.num_slots_as_rows) == (wire_dtype == "float32")
-        finally:
-            cluster.stop()
-    assert_same(found[1], found[0])
+    first, second = new_cluster(), new_cluster()
+    expected = trained(SLOTS, backend=first.backend(wire_dtype))
+    on_device()
+    found = trained(SLOTS, backend=second.backend(wire_dtype))
+    assert bool(second.num_slots_as_rows) == (wire_dtype == "float32")
+    assert_same(found, expected)
 
 
-def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(on_device: Callable[[], list[int]]) -> None:
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(
+    embedded: bool, on_device: Callable[[], list[int]], new_cluster: Callable[[], Cluster]
+) -> None:
     def poison(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
         if name not in ("single", "hot", "raw"):
             return None
@@ -185,9 +197,10 @@ def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(on_device: Callab
         spoiled[-1, 0] = {"single": float("nan"), "hot": float("inf"), "raw": float("-inf")}[name]
         return spoiled
 
-    expected = trained(SLOTS, on_embedding_gradient=poison)
+    backends = [None if embedded else new_cluster().backend("float32") for _ in range(2)]
+    expected = trained(SLOTS, on_embedding_gradient=poison, backend=backends[0])
     on_device()
-    found = trained(SLOTS, on_embedding_gradient=poison)
+    found = trained(SLOTS, on_embedding_gradient=poison, backend=backends[1])
     assert found["counts"][1] > 2 * STEPS
     assert_same(found, expected)
 
@@ -217,3 +230,50 @@ def test_gradients_of_no_leaf_are_none() -> None:
 
 def test_the_check_of_devices_finds_no_difference() -> None:
     assert differences(CPU, num_batches=3) == []
+
+
+def trained_in_pairs() -> list[np.ndarray[Any, Any]]:
+    """Rows after backward passes through two batches each, of which the second has its gradients doubled."""
+    torch.manual_seed(0)
+    model = Model()
+    with TrainCtx(
+        model=model,
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.05),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.5, 0.5), seed=1),
+        slots=SLOTS,
+        backward_workers_size=1,  # both batches of a pair may update a row, always in this order
+    ) as ctx:
+        for number in range(0, STEPS, 2):
+            batches = [ctx.get_embedding_from_data(make_batch(number + i)) for i in range(2)]
+            first, second = (ctx.forward(batch)[0] for batch in batches)
+            ctx.backward(first.square().mean() + 2 * second.square().mean())
+            ctx.wait_for_gradients()
+        found = ctx.get_embedding_from_data(make_batch(0))
+        return [t.detach().numpy().copy() for t in found.consume_all_id_type_feature_embedding_tensors()]
+
+
+def test_one_backward_serves_two_batches(on_device: Callable[[], list[int]]) -> None:
+    expected = trained_in_pairs()
+    assert not on_device()
+    for ours, theirs in zip(trained_in_pairs(), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_tensors_without_gradients_may_be_worked_on_in_place(on_device: Callable[[], list[int]]) -> None:
+    on_device()
+    with TrainCtx(
+        model=torch.nn.Linear(1, 1),
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        slots=SLOTS,
+    ) as ctx:
+        batch = make_batch(0)
+        batch.requires_grad = False
+        dense, embeddings, labels = ctx.prepare_features(ctx.get_embedding_from_data(batch))
+        weight = torch.ones(1, requires_grad=True)
+        saved = (embeddings[0] * weight).sum() + (dense[0] * weight).sum()
+        assert labels is not None
+        for tensor in (*embeddings[1:], *labels):
+            tensor.mul_(2)
+        saved.backward()
