@@ -276,4 +276,4 @@ def test_tensors_without_gradients_may_be_worked_on_in_place(on_device: Callable
         assert labels is not None
         for tensor in (*embeddings[1:], *labels):
             tensor.mul_(2)
-        saved.backward()
+        saved.backward()  # type: ignore[no-untyped-call]
