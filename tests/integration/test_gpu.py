@@ -85,6 +85,7 @@ def trained(device_id: int | None, mixed_precision: Any) -> tuple[list[float], n
             loss = (output - labels[0]).square().mean()
             ctx.backward(loss)
             losses.append(loss.item())
+        ctx.wait_for_gradients()  # the last ones may still be on the device
         assert (ctx.counters.batches_trained, ctx.counters.nonfinite_slots) == (STEPS, 0)
         with eval_ctx(model=model) as evaluation, torch.no_grad():
             batch = evaluation.get_embedding_from_data(next(iter(Batches(buffer_size=1))))
@@ -159,6 +160,7 @@ def trained_rows(device_id: int | None, backend: EmbeddingBackend | None) -> lis
         for batch in DataLoader(Checked(buffer_size=4), reproducible=True):
             _, embeddings, _ = ctx.prepare_features(batch)
             ctx.backward(sum((tensor * tensor).sum() for tensor in embeddings) + 0 * model.weight.sum())
+        ctx.wait_for_gradients()
         found = ctx.get_embedding_from_data(
             check.make_batch(0)
         ).consume_all_id_type_feature_embedding_tensors()
