@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.operations import operations, row_numbers
 from benchmarks.gpu.trace import profile_of
 
 
@@ -58,3 +59,8 @@ def test_a_trace_tells_what_is_hidden_and_who_waits() -> None:
 
 def test_a_trace_without_copies_has_none() -> None:
     assert profile_of([], 1, process=1, thread=2).overlapped_in == 0.0
+
+
+def test_each_way_to_sum_gradients_runs() -> None:
+    for operation in operations(row_numbers(8), width=4).values():
+        operation()
