@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,7 +31,6 @@ from typing import TypeAlias
 import click
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry, Metric
 
 from benchmarks.stats import median_interval
@@ -50,6 +49,7 @@ from persia.observability.phases import (
     Phase,
 )
 from persia.observability.sources import EmbeddingWorkerSource, NnWorkerSource, ParameterServerSource, Source
+from persia.pipeline.backend import SlotGradients
 from persia.pipeline.batch import embedding_tensors, leaf_gradients
 
 _SLOTS = 26
@@ -62,7 +62,6 @@ _WARM_STEPS = 1
 _WARM_UP = 100  # steps: past the first 64 batches, of which all IDs are counted
 _SCRAPE_INTERVAL_S = 10.0
 
-Gradients: TypeAlias = Sequence[tuple[str, NDArray[np.float32] | None]]
 Entering: TypeAlias = Callable[[Phase], AbstractContextManager[object]]
 
 
@@ -75,7 +74,7 @@ class Tower:
         self._model = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
 
-    def gradients(self, found: _native.LookupResult, phase: Entering) -> Gradients:
+    def gradients(self, found: _native.LookupResult, phase: Entering) -> SlotGradients:
         with phase(TO_DEVICE):
             inputs = embedding_tensors(found, requires_grad=True)
         with phase(FORWARD):
@@ -96,7 +95,7 @@ class NoTower:
     def __init__(self, batch_size: int) -> None:
         self._gradient = np.full((batch_size, _DIM), 1e-3, np.float32)
 
-    def gradients(self, found: _native.LookupResult, phase: Entering) -> Gradients:
+    def gradients(self, found: _native.LookupResult, phase: Entering) -> SlotGradients:
         for one in (TO_DEVICE, FORWARD, BACKWARD, HAND_IN, DENSE_STEP):
             with phase(one):
                 pass

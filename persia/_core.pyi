@@ -220,11 +220,17 @@ class BatchReference:
     worker_incarnation: Final[int]
     reference: Final[int]  # 0: the worker expects no gradient
 
+# [num_rows, dim]; of an unpooled slot (sums by distinct row, greatest magnitude before); None: skipped
+_SlotGradient: TypeAlias = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
+
 class SlotEmbedding:
     name: Final[str]
     raw: Final[bool]
     absent: Final[bool]  # not asked for: no rows
     sample_fixed_size: Final[int]  # raw slots, else 0
+    unpooled: Final[bool]  # the rows are distinct ones, for the caller to pool
+    dim: Final[int]
+    num_rows: Final[int]
     rows: Final[NDArray[np.float32]]  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
     index: Final[NDArray[np.int64] | None]  # raw: [batch, sample_fixed_size], 0 is padding
     sample_num_ids: Final[NDArray[np.uint32] | None]  # raw: [batch]
@@ -233,6 +239,34 @@ class LookupResult:
     reference: Final[BatchReference]
     batch_size: Final[int]
     slots: Final[list[SlotEmbedding]]  # in the order of the batch's features
+    def lay_out_pack(self) -> PackLayout: ...
+    def fill_pack(self, layout: PackLayout, buffer: NDArray[np.uint8]) -> None:
+        """Fills the first `layout.size_bytes` bytes of a writable buffer."""
+
+class PackedBlock:
+    """Unpooled slots of one dim. Places of arrays are bytes from the pack's begin."""
+
+    dim: Final[int]
+    slots: Final[list[int]]  # into LookupResult.slots
+    first_rows: Final[list[int]]  # by slot, and the end: its rows within the block's
+    num_numbers: Final[int]
+    rows: Final[int]  # float32 [first_rows[-1], dim]
+    numbers: Final[int]  # int32 [num_numbers]: the rows that the bags are the sums of
+    offsets: Final[int | None]  # int32 [slots x batch_size + 1], of the bags; None: each has one number
+    factors: Final[int | None]  # float32 [slots x batch_size], of the bags' sums; None: all 1
+
+class PackedSlot:
+    """A pooled or raw slot."""
+
+    position: Final[int]  # into LookupResult.slots
+    rows: Final[int]  # float32 [num_rows, dim]
+    index: Final[int | None]  # raw: int32 [batch_size, sample_fixed_size]
+
+class PackLayout:
+    batch_size: Final[int]
+    blocks: Final[list[PackedBlock]]
+    slots: Final[list[PackedSlot]]
+    size_bytes: Final[int]
 
 class ReturnReport:
     staleness: Final[int]  # updates a server applied between lookup and this one; the largest
@@ -408,6 +442,7 @@ class EmbeddingClient:
         requires_grad: bool,
         timeout_s: float = 60.0,
         slots: int = 0,  # a bit for each mode; 0: all
+        as_rows: bool = False,  # slots may be left unpooled, for `pack`
     ) -> LookupResult: ...
     def lookup_direct(
         self,
@@ -418,11 +453,12 @@ class EmbeddingClient:
         timeout_s: float = 60.0,
         slots: int = 0,
         original: BatchReference = ...,  # of the batch at a worker that has died
+        as_rows: bool = False,
     ) -> LookupResult: ...
     def return_gradients(
         self,
         reference: BatchReference,
-        gradients: Sequence[tuple[str, NDArray[np.float32] | None]],  # [num_rows, dim]; None: skipped
+        gradients: Sequence[tuple[str, _SlotGradient]],
         *,
         scale: float = 1.0,
         timeout_s: float = 60.0,

@@ -25,6 +25,7 @@ from persia.observability.sources import NnWorkerSource
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
+from persia.pipeline.device_batch import lane_of
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lookup import (
     BatchLease,
@@ -292,7 +293,10 @@ class BatchPipeline:
         self, stages: list[LookupStage], device: torch.device | None, *, ahead: bool
     ) -> LookupService:
         first, in_step = first_slots(stages, ahead=ahead), slots_in_step(stages)
-        return LookupService(self.backend, self.reaper, self.counters, device, self.training, first, in_step)
+        lane = lane_of(device)
+        return LookupService(
+            self.backend, self.reaper, self.counters, device, self.training, first, in_step, lane
+        )
 
     def _give_up_superseded(self, pending: PendingBatch) -> None:
         # Its first registration is the one being trained; this one was never counted as received.

@@ -44,7 +44,12 @@ class InferenceBackend(EmbeddingBackend):
         self._rows = RemoteRows(addresses, deadline_s=deadline_s, is_patient=True)
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
+        self,
+        id_features: bytes,
+        *,
+        requires_grad: bool,
+        slots: int = ALL_SLOTS,
+        as_rows: bool = False,
     ) -> LookupResult:
         return self._rows.lookup(id_features)
 

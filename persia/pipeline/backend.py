@@ -42,7 +42,7 @@ from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches,
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
 
-__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradients", "slot_signs"]
+__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients", "slot_signs"]
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
@@ -53,7 +53,10 @@ _MAX_LOOKS = 32  # at workers, at a time
 
 T = TypeVar("T")
 
-SlotGradients = Sequence[tuple[str, NDArray[np.float32] | None]]
+# [num_rows, dim]; of a slot that came unpooled (sums by distinct row, their gradients' greatest magnitude);
+# None: the loss did not reach the slot.
+SlotGradient = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
+SlotGradients = Sequence[tuple[str, SlotGradient]]
 
 
 class EmbeddingBackend:
@@ -88,16 +91,21 @@ class EmbeddingBackend:
         requires_grad: bool,
         slots: int = ALL_SLOTS,
         id_features: bytes | memoryview | None = None,
+        as_rows: bool = False,
     ) -> LookupResult:
         """The embeddings of a batch that a loader registered, or that `lookup_direct` began with.
 
         `slots` selects slots by their mode, for batches that require gradients: the others are absent from
         the result. `id_features`: of the batch, with its first lookup. If its worker dies before it has
-        ended, it is registered again at another one.
+        ended, it is registered again at another one. `as_rows`: slots may come unpooled.
         """
         # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
-            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots
+            reference,
+            requires_grad=requires_grad,
+            timeout_s=self._deadline_s,
+            slots=slots,
+            as_rows=as_rows,
         )
 
     def lookup_direct(
@@ -106,6 +114,7 @@ class EmbeddingBackend:
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
+        as_rows: bool = False,
     ) -> LookupResult:
         """The embeddings of ID features built in this process; workers take turns."""
         # The client takes the index modulo the number of its workers. Without a bound on the counter, its
@@ -118,6 +127,7 @@ class EmbeddingBackend:
             requires_grad=requires_grad,
             timeout_s=self._deadline_s,
             slots=slots,
+            as_rows=as_rows,
         )
 
     def return_gradients(
@@ -226,8 +236,9 @@ class ClusterBackend(EmbeddingBackend):
         requires_grad: bool,
         slots: int = ALL_SLOTS,
         id_features: bytes | memoryview | None = None,
+        as_rows: bool = False,
     ) -> LookupResult:
-        call = partial(super().lookup, requires_grad=requires_grad, slots=slots)
+        call = partial(super().lookup, requires_grad=requires_grad, slots=slots, as_rows=as_rows)
         if id_features is None:
             return self._call_holder(reference, call)
         if not requires_grad:
@@ -235,7 +246,9 @@ class ClusterBackend(EmbeddingBackend):
                 return self._call_worker(call, reference)
             except (NotFoundError, UnavailableError):
                 # Another worker does as well: no gradients follow.
-                return self.lookup_direct(bytes(id_features), requires_grad=False, slots=slots)
+                return self.lookup_direct(
+                    bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
+                )
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)
@@ -244,9 +257,14 @@ class ClusterBackend(EmbeddingBackend):
             raise
 
     def lookup_direct(
-        self, id_features: bytes, *, requires_grad: bool, slots: int = ALL_SLOTS
+        self,
+        id_features: bytes,
+        *,
+        requires_grad: bool,
+        slots: int = ALL_SLOTS,
+        as_rows: bool = False,
     ) -> LookupResult:
-        call = partial(super().lookup_direct, requires_grad=requires_grad, slots=slots)
+        call = partial(super().lookup_direct, requires_grad=requires_grad, slots=slots, as_rows=as_rows)
         result = self._call_any(partial(call, id_features))
         if requires_grad:
             self._held.keep(result.reference, id_features)

@@ -23,9 +23,15 @@ from persia._native import LookupResult, SlotEmbedding
 from persia.embedding.dense_codec import DenseSection
 from persia.errors import FailedPreconditionError
 from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
+from persia.pipeline.backend import SlotGradient
+from persia.pipeline.device_batch import DeviceBatch, Lane, OutgoingGradients
 
 if TYPE_CHECKING:
     from persia.pipeline.lookup import BatchLease
+
+
+# Of each leaf, on the host or on their way there.
+BatchGradients = Sequence[tuple[str, SlotGradient]] | OutgoingGradients
 
 
 @dataclasses.dataclass(eq=False)  # compared and hashed by identity: weak references to it are kept
@@ -41,6 +47,7 @@ class PersiaTrainingBatch:
     ready_ns: int = 0  # `time.monotonic_ns()` when the lookups ahead of the loop were done
     # The lookups of the slots that are absent from `result`: deferred stages, and the synchronous one.
     deferred: list[LookupResult] = dataclasses.field(default_factory=list)
+    on_device: DeviceBatch | None = None  # set by `send`; None: the tensors are the native results
     # Set by LookupService.look_up (lookup.py): looks up the synchronous slots, which must see the updates of
     # the preceding step. Called by `look_up_synchronous`.
     find_synchronous: Callable[[], LookupResult] | None = None
@@ -71,18 +78,30 @@ class PersiaTrainingBatch:
                 "asked for first: call backward once for every batch, or raise embedding_staleness"
             )
 
+    def send(self, lane: Lane) -> None:
+        """Sends the batch to its device, and each lookup that is added from here on."""
+        self.on_device = DeviceBatch(lane, self.result, self.dense)
+
+    def add_lookup(self, result: LookupResult) -> None:
+        """Adds slots that are absent from the lookups before."""
+        if self.on_device is not None:
+            self.on_device.add(result)
+        self.deferred.append(result)
+
     def look_up_synchronous(self) -> None:
         """Looks up the synchronous slots, unless that is done; it can be called again when it fails."""
         if self.find_synchronous is None:
             return
         self.check_not_given_up()
         with LOOKUP_IN_STEP.of(self.traced_id, self.result.reference.reference):
-            self.deferred.append(self.find_synchronous())
+            self.add_lookup(self.find_synchronous())
         self.find_synchronous = None
 
     def consume_all_non_id_type_feature_tensors(self) -> list[torch.Tensor]:
         """The dense features, on the context's device. Each `consume` works once."""
         self._consume("non-ID type features")
+        if self.on_device is not None:
+            return self.on_device.features()
         return self._tensors(self.dense.features)
 
     def consume_all_id_type_feature_embedding_tensors(self) -> list[torch.Tensor]:
@@ -92,16 +111,29 @@ class PersiaTrainingBatch:
         """
         self.look_up_synchronous()
         self._consume("ID type feature embeddings")
-        made: EmbeddingTensors = embedding_tensors(
-            self.result, self.deferred, device=self.device, requires_grad=self.lease is not None
-        )
+        requires_grad = self.lease is not None
+        made: EmbeddingTensors
+        if self.on_device is not None:
+            made = device_tensors(self.on_device, requires_grad=requires_grad)
+        else:
+            made = embedding_tensors(
+                self.result, self.deferred, device=self.device, requires_grad=requires_grad
+            )
         self.leaves = made.leaves
         return made.tensors
 
     def consume_all_label_tensors(self) -> list[torch.Tensor]:
         """The labels, on the context's device."""
         self._consume("labels")
+        if self.on_device is not None:
+            return self.on_device.labels()
         return self._tensors(self.dense.labels)
+
+    def gradients(self, scale: float) -> BatchGradients:
+        """Of the leaves. `scale`: which they still have."""
+        if self.on_device is not None:
+            return self.on_device.gradients(self.leaves, scale)
+        return leaf_gradients(self.leaves)
 
     def consume_all_meta_data(self) -> bytes | None:
         """The same as `meta`."""
@@ -149,11 +181,20 @@ def embedding_tensors(
         # more copy for each slot in the backward pass.
         leaf = to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad)
         made.leaves.append((slot.name, leaf))
-        made.tensors.append(_expand_raw(slot, leaf, device) if slot.raw else leaf)
+        made.tensors.append(_expand_raw(leaf, _index_of(slot, device)) if slot.raw else leaf)
     return made
 
 
-def leaf_gradients(leaves: list[tuple[str, torch.Tensor]]) -> list[tuple[str, NDArray[np.float32] | None]]:
+def device_tensors(batch: DeviceBatch, *, requires_grad: bool) -> EmbeddingTensors:
+    """The same of a batch that was sent to its device."""
+    made = EmbeddingTensors([], [])
+    for name, leaf, index in batch.embeddings(requires_grad=requires_grad):
+        made.leaves.append((name, leaf))
+        made.tensors.append(leaf if index is None else _expand_raw(leaf, index))
+    return made
+
+
+def leaf_gradients(leaves: list[tuple[str, torch.Tensor]]) -> list[tuple[str, SlotGradient]]:
     """(slot name, float32 gradient [num_rows, dim]) per leaf; None for a slot that the loss did not reach.
 
     Copies to the host wait for the device, so the arrays are final.
@@ -161,11 +202,14 @@ def leaf_gradients(leaves: list[tuple[str, torch.Tensor]]) -> list[tuple[str, ND
     return [(name, None if leaf.grad is None else _to_host(leaf.grad)) for name, leaf in leaves]
 
 
-def _expand_raw(slot: SlotEmbedding, leaf: torch.Tensor, device: torch.device | None) -> torch.Tensor:
+def _index_of(slot: SlotEmbedding, device: torch.device | None) -> torch.Tensor:
     assert slot.index is not None, "a raw slot has an index"
+    return to_device(torch.from_numpy(slot.index), device)
+
+
+def _expand_raw(leaf: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     # Index 0 is the row that pads short samples (docs/wire_format.md): zeros, which the mask tells from a row
     # that is zero.
-    index = to_device(torch.from_numpy(slot.index), device)
     rows = leaf.index_select(0, index.flatten()).view(*index.shape, leaf.shape[1])
     mask = (index != 0).to(leaf.dtype).unsqueeze(-1)
     return torch.cat([rows, mask], dim=-1)

@@ -25,11 +25,17 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
-from persia.pipeline.backend import EmbeddingBackend, SlotGradients
-from persia.pipeline.batch import PersiaTrainingBatch, leaf_gradients
+from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.batch import BatchGradients, PersiaTrainingBatch
 from persia.pipeline.counters import Counters
+from persia.pipeline.device_batch import OutgoingGradients
 from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
+
+# Since torch 2.6.
+_total_norm: Callable[[list[torch.Tensor]], torch.Tensor] | None = getattr(
+    torch.nn.utils, "get_total_norm", None
+)
 
 GradientHook = Callable[[str, torch.Tensor], "torch.Tensor | None"]
 
@@ -107,21 +113,27 @@ class BackwardPass:
             if not reached and batch is not current:
                 left.append(reference)  # its own backward may follow
                 continue
-            finite = self._are_finite(batch) and finite
-            # After the check of finiteness: a hook that clips could turn infinity into a number, and hide an
-            # overflow from the loss scale.
+            are_finite = self._begin_to_check(batch)
+            if self._on_embedding_gradient is not None:
+                # Known before the hook: one that clips could turn infinity into a number, and hide an
+                # overflow from the loss scale.
+                finite = are_finite() and finite
             left_scale = self._run_hook(batch, scale)
-            gradients = leaf_gradients(batch.leaves)
-            self._warn_of_skipped_slots(batch.batch_id, {name for name, array in gradients if array is None})
+            gradients = batch.gradients(left_scale)
+            self._warn_of_skipped_slots(
+                batch.batch_id, {name for name, leaf in batch.leaves if leaf.grad is None}
+            )
             self._sender.submit(batch.lease, gradients, scale=left_scale)
+            if self._on_embedding_gradient is None:  # it waits for the device, for which the sender need not
+                finite = are_finite() and finite
         self._forwarded = left
         return finite
 
-    def _are_finite(self, batch: PersiaTrainingBatch) -> bool:
+    def _begin_to_check(self, batch: PersiaTrainingBatch) -> Callable[[], bool]:
         # Only loss scaling needs to know; the servers skip and count slots that are not finite in any case.
         if self.scaler is None:
-            return True
-        return _are_finite([leaf.grad for _, leaf in batch.leaves if leaf.grad is not None])
+            return lambda: True
+        return _begin_to_check([leaf.grad for _, leaf in batch.leaves if leaf.grad is not None])
 
     @torch.no_grad()
     def _run_hook(self, batch: PersiaTrainingBatch, scale: float) -> float:
@@ -190,7 +202,7 @@ class BackwardPass:
 @dataclasses.dataclass(frozen=True)
 class _Gradients:
     lease: BatchLease
-    gradients: SlotGradients
+    gradients: BatchGradients
     scale: float
 
 
@@ -223,7 +235,7 @@ class GradientSender:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, lease: BatchLease, gradients: SlotGradients, *, scale: float) -> None:
+    def submit(self, lease: BatchLease, gradients: BatchGradients, *, scale: float) -> None:
         """Acquires the batch's lease and queues its gradients, unless it was given up before.
 
         Waits while the buffers are full; raises the first failure there was.
@@ -240,7 +252,7 @@ class GradientSender:
             lease.give_back()
             raise
 
-    def _submit(self, lease: BatchLease, gradients: SlotGradients, scale: float) -> None:
+    def _submit(self, lease: BatchLease, gradients: BatchGradients, scale: float) -> None:
         with self._changed:
             # Ends: every batch under way is acknowledged or fails by the backend's deadline.
             self._changed.wait_for(
@@ -307,10 +319,11 @@ class GradientSender:
 
     def _send(self, item: _Gradients) -> None:
         try:
+            gradients = item.gradients
+            if isinstance(gradients, OutgoingGradients):
+                gradients = gradients.fetch()
             with TracedBatch(item.lease.batch_id):
-                report = self._backend.return_gradients(
-                    item.lease.reference, item.gradients, scale=item.scale
-                )
+                report = self._backend.return_gradients(item.lease.reference, gradients, scale=item.scale)
         except Exception as failure:
             error = with_batch_id(failure, "the gradient", item.lease.batch_id)
             # Raised, too, but later, and only the first one.
@@ -362,13 +375,21 @@ def _are_dense_gradients_finite(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _are_finite(gradients: list[torch.Tensor]) -> bool:
+    return _begin_to_check(gradients)()
+
+
+def _begin_to_check(gradients: list[torch.Tensor]) -> Callable[[], bool]:
+    """What is returned waits for the device, and says whether all gradients are finite."""
     if not gradients:
-        return True
-    # A sum reads each gradient once and writes nothing; NaN and infinity stay in it.
-    sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
-    if bool(torch.isfinite(torch.stack(sums)).all()):  # one wait for the device, not one a parameter
-        return True
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)  # a sum may overflow
+        return lambda: True
+    # A norm or sum reads each gradient once and writes nothing; NaN and infinity stay in it.
+    if _total_norm is not None and all(g.is_cuda and g.dtype == torch.float32 for g in gradients):
+        finite = torch.isfinite(_total_norm(gradients))  # a few kernels for all gradients
+    else:
+        sums = [gradient.sum(dtype=torch.float32).to(gradients[0].device) for gradient in gradients]
+        finite = torch.isfinite(torch.stack(sums)).all()  # one wait for the device, not one a parameter
+    # Either may overflow.
+    return lambda: bool(finite) or all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
 
 
 def _checked_gradient(name: str, gradient: object, leaf: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters
+from persia.pipeline.device_batch import Lane
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
 
@@ -193,6 +194,7 @@ class LookupService:
     training: bool
     first: int = ALL_SLOTS  # of a training batch's first lookup
     in_step: int | None = None  # of the lookup in its training step
+    lane: Lane | None = None  # to the device; None: batches stay on the host
 
     def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
         """Ends by the backend's deadline; on an error the permit is released, the error names the batch."""
@@ -210,10 +212,14 @@ class LookupService:
                         requires_grad=requires_grad,
                         slots=slots,
                         id_features=pending.id_features,
+                        as_rows=self.lane is not None,
                     )
                 else:
                     result = self.backend.lookup_direct(
-                        bytes(pending.id_features), requires_grad=requires_grad, slots=slots
+                        bytes(pending.id_features),
+                        requires_grad=requires_grad,
+                        slots=slots,
+                        as_rows=self.lane is not None,
                     )
         except Exception as failure:
             self.counters.add(batches_failed=1)
@@ -222,6 +228,8 @@ class LookupService:
             raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
         batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
+        if self.lane is not None:
+            self._send(batch, self.lane, release_permit)
         batch.ready_ns = time.monotonic_ns()
         if lease is None:
             self.counters.add(batches_evaluated=1)
@@ -238,19 +246,33 @@ class LookupService:
         lease.watch(batch, self.reaper)
         return batch
 
+    def _send(self, batch: PersiaTrainingBatch, lane: Lane, release_permit: Callable[[], None]) -> None:
+        try:
+            batch.send(lane)
+        except Exception as failure:
+            self.counters.add(batches_failed=1)
+            FORWARD_ERRORS.add()
+            if batch.lease is None:
+                release_permit()
+            else:
+                self.reaper.reap(batch.lease)  # the worker holds it
+            raise with_batch_id(failure, "the copy to the device", batch.batch_id) from failure
+
     def look_up_stage(self, batch: PersiaTrainingBatch, stage: LookupStage) -> None:
         """Adds the slots of a deferred stage.
 
         Ends by the backend's deadline; an error names the batch, which is still to be given up then.
         """
         what = f"the lookup of the slots with embedding_staleness={stage.mode.bound}"
-        batch.deferred.append(self._look_up_more(batch.batch_id, batch.result.reference, stage.slots, what))
+        batch.add_lookup(self._look_up_more(batch.batch_id, batch.result.reference, stage.slots, what))
         batch.ready_ns = time.monotonic_ns()
 
     def _look_up_more(self, batch_id: int, reference: BatchReference, slots: int, what: str) -> LookupResult:
         try:
             with TracedBatch(batch_id):
-                return self.backend.lookup(reference, requires_grad=True, slots=slots)
+                return self.backend.lookup(
+                    reference, requires_grad=True, slots=slots, as_rows=self.lane is not None
+                )
         except Exception as failure:
             FORWARD_ERRORS.add()
             raise with_batch_id(failure, what, batch_id) from failure

@@ -1,6 +1,7 @@
-"""What needs a CUDA device: tensors on it, half precision, ranks over nccl. `pytest -m gpu tests` runs it.
+"""What needs a CUDA device: its streams and copies, half precision, ranks over nccl. `./run gpu` runs it.
 
-Everything else of training does not know where the tensors are, and is tested without.
+What is computed on a device is tested on the CPU: tests/unit/ctx/test_device_batch.py. Everything else of
+training does not know where the tensors are, and is tested without.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu import check
+from benchmarks.gpu.servers import Servers
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
+from persia.pipeline.backend import EmbeddingBackend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +85,7 @@ def trained(device_id: int | None, mixed_precision: Any) -> tuple[list[float], n
             loss = (output - labels[0]).square().mean()
             ctx.backward(loss)
             losses.append(loss.item())
+        ctx.wait_for_gradients()  # the last ones may still be on the device
         assert (ctx.counters.batches_trained, ctx.counters.nonfinite_slots) == (STEPS, 0)
         with eval_ctx(model=model) as evaluation, torch.no_grad():
             batch = evaluation.get_embedding_from_data(next(iter(Batches(buffer_size=1))))
@@ -128,3 +133,49 @@ def test_ranks_over_nccl_end_with_one_model(run_job: Any) -> None:
     reports = run_job("--cuda", nproc=2, loaders=[12, 8], parameter_servers=2).reports
     assert sum(report["counters"]["batches_trained"] for report in reports) == 20
     assert reports[0]["digest"] == reports[1]["digest"]
+
+
+def test_copies_and_kernels_that_overlap_change_no_bit() -> None:
+    assert check.differences(torch.device("cuda", 0), num_batches=100, batch_size=512) == []
+
+
+class Checked(IterableDataset):
+    def __iter__(self) -> Iterator[PersiaBatch]:
+        return map(check.make_batch, range(STEPS))
+
+
+def trained_rows(device_id: int | None, backend: EmbeddingBackend | None) -> list[np.ndarray[Any, Any]]:
+    """The embeddings of the first batch after training with a loss that every device computes to the bit."""
+    model = torch.nn.Linear(1, 1)
+    with TrainCtx(
+        model=model if device_id is None else model.cuda(device_id),
+        embedding_optimizer=Adagrad(lr=0.05),
+        dense_optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        embedding_config=EmbeddingConfig(emb_initialization=(-0.5, 0.5), seed=1),
+        mixed_precision=False,
+        device_id=device_id,
+        slots=check.SLOTS,
+        backend=backend,
+    ) as ctx:
+        for batch in DataLoader(Checked(buffer_size=4), reproducible=True):
+            _, embeddings, _ = ctx.prepare_features(batch)
+            ctx.backward(sum((tensor * tensor).sum() for tensor in embeddings) + 0 * model.weight.sum())
+        ctx.wait_for_gradients()
+        found = ctx.get_embedding_from_data(
+            check.make_batch(0)
+        ).consume_all_id_type_feature_embedding_tensors()
+        return [tensor.detach().cpu().numpy() for tensor in found]
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_embeddings_trained_with_a_gpu_have_the_bits_of_the_cpu(embedded: bool) -> None:
+    def run(device_id: int | None) -> list[np.ndarray[Any, Any]]:
+        if embedded:
+            return trained_rows(device_id, None)
+        with Servers(check.SLOTS) as client:
+            return trained_rows(device_id, EmbeddingBackend(client, deadline_s=60.0))
+
+    for name, ours, theirs in zip(check.NAMES, run(0), run(None), strict=True):
+        # Autograd adds up a raw slot's gradients on the device, in any order.
+        tolerance = 1e-5 if name == "raw" else 0
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance, err_msg=name)

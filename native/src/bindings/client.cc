@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,17 +30,18 @@ using client::RemoteClient;
 using client::SlotGradient;
 using client::SlotMask;
 
-// As Python gives them: (slot, rows), or (slot, None) for a slot without a gradient.
+// As Python gives them: (slot, rows), (slot, (sums by distinct row, greatest magnitude)), or
+// (slot, None) for a slot without a gradient.
 using GradientList = std::vector<std::pair<std::string, py::object>>;
 
 // The bytes stay valid without the GIL: BytesArgument holds the buffer.
 LookupResult LookupDirect(EmbeddingClient& self, uint32_t worker_index,
                           const py::buffer& id_features, bool requires_grad, Deadline deadline,
-                          SlotMask slots, const BatchReference& original) {
+                          SlotMask slots, const BatchReference& original, bool as_rows) {
   const BytesArgument message(id_features, "id_features");
   return ValueOrRaise(WithoutGil([&] {
     return self.LookupDirect(worker_index, message.bytes(), requires_grad, deadline, slots,
-                             original);
+                             original, as_rows);
   }));
 }
 
@@ -49,6 +52,12 @@ struct Gradients {
   std::vector<SlotGradient> slots;
 };
 
+// What is not finite has sums that are not, by which the worker leaves the slot out.
+float Magnitude(const py::object& given) {
+  const auto magnitude = given.cast<float>();
+  return std::isfinite(magnitude) ? magnitude : std::numeric_limits<float>::max();
+}
+
 Gradients CheckedGradients(const GradientList& gradients) {
   Gradients checked;
   // No reallocation: the slots hold pointers, and names that `gradients` owns.
@@ -58,9 +67,15 @@ Gradients CheckedGradients(const GradientList& gradients) {
       checked.slots.push_back({.slot = slot, .skipped = true});
       continue;
     }
-    const auto& array = checked.arrays.emplace_back(rows, "gradient of slot '" + slot + "'", 2);
-    checked.slots.push_back(
-        {.slot = slot, .num_rows = array.shape(0), .dim = array.shape(1), .rows = array.data()});
+    const bool summed = py::isinstance<py::tuple>(rows);
+    const py::object sums = summed ? py::object(rows[py::int_(0)]) : rows;
+    const auto& array = checked.arrays.emplace_back(sums, "gradient of slot '" + slot + "'", 2);
+    checked.slots.push_back({.slot = slot,
+                             .num_rows = array.shape(0),
+                             .dim = array.shape(1),
+                             .rows = array.data(),
+                             .summed = summed,
+                             .max_magnitude = summed ? Magnitude(rows[py::int_(1)]) : 0.0f});
   }
   return checked;
 }
@@ -151,6 +166,7 @@ void BindImplementations(py::module_& module) {
 void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
   const auto slots = py::arg("slots") = client::kAllSlots;
+  const auto as_rows = py::arg("as_rows") = false;
   // The destructor may wait for threads that need the GIL to end their callbacks; so it runs
   // without it. The same holds for every role below.
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
@@ -158,10 +174,10 @@ void BindClient(py::module_& module) {
       .def("configure", Blocking(&EmbeddingClient::Configure), py::arg("config"), py::kw_only(),
            py::arg("replace") = false, timeout)
       .def("lookup", Blocking(&EmbeddingClient::Lookup), py::arg("reference"), py::kw_only(),
-           py::arg("requires_grad"), timeout, slots)
+           py::arg("requires_grad"), timeout, slots, as_rows)
       .def("lookup_direct", &LookupDirect, py::arg("worker_index"), py::arg("id_features"),
            py::kw_only(), py::arg("requires_grad"), timeout, slots,
-           py::arg_v("original", BatchReference(), "..."))
+           py::arg_v("original", BatchReference(), "..."), as_rows)
       .def("return_gradients", &ReturnGradients, py::arg("reference"), py::arg("gradients"),
            py::kw_only(), py::arg("scale") = 1.0, timeout)
       .def("release", Blocking(&EmbeddingClient::Release), py::arg("reference"), py::kw_only(),

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 #include <utility>
@@ -54,7 +55,11 @@ py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
     if (kept.weights.has_value()) batch.features.back().weights = kept.weights->values();
   }
   const auto message = ValueOrRaise(WithoutGil([&] { return EncodeIdFeatures(batch); }));
-  return {reinterpret_cast<const char*>(message.data()), message.size()};
+  // Filled without the GIL: megabytes of new memory, for which a training loop would wait.
+  PyObject* bytes = PyBytes_FromStringAndSize(nullptr, static_cast<py::ssize_t>(message.size()));
+  if (bytes == nullptr) throw py::error_already_set();
+  WithoutGil([&] { std::memcpy(PyBytes_AS_STRING(bytes), message.data(), message.size()); });
+  return py::reinterpret_steal<py::bytes>(bytes);
 }
 
 // Names come from the network: what is no UTF-8 is a corrupt message, not a UnicodeDecodeError.

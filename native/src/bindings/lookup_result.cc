@@ -8,7 +8,9 @@
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "bindings/errors.h"
 #include "bindings/module.h"
+#include "worker/device_pack.h"
 #include "worker/embeddings_message.h"
 
 namespace persia::bindings {
@@ -63,6 +65,44 @@ std::vector<std::pair<uint32_t, uint64_t>> LookupsOf(const ReturnReport& report)
   return lookups;
 }
 
+// The place of an array that is there.
+std::optional<uint64_t> PlaceOf(uint64_t place) {
+  return place == worker::kNoPlace ? std::nullopt : std::optional(place);
+}
+
+// Without the GIL: lookup threads fill packs while the loop runs.
+void FillPack(const LookupResult& result, const worker::PackLayout& layout,
+              const py::buffer& buffer) {
+  const py::buffer_info info = buffer.request(/*writable=*/true);
+  if (info.itemsize != 1 || info.ndim != 1 || info.strides[0] != 1 ||
+      static_cast<uint64_t>(info.size) < layout.size_bytes) {
+    RaiseIfError(InvalidArgument("pack: pass at least ", layout.size_bytes, " contiguous bytes"));
+  }
+  WithoutGil([&] { worker::FillPack(result, layout, static_cast<std::byte*>(info.ptr)); });
+}
+
+void BindPack(py::module_& module) {
+  using worker::PackedBlock, worker::PackedSlot, worker::PackLayout;
+  py::class_<PackedBlock>(module, "PackedBlock")
+      .def_readonly("dim", &PackedBlock::dim)
+      .def_readonly("slots", &PackedBlock::slots)
+      .def_readonly("first_rows", &PackedBlock::first_rows)
+      .def_readonly("num_numbers", &PackedBlock::num_numbers)
+      .def_readonly("rows", &PackedBlock::rows)
+      .def_readonly("numbers", &PackedBlock::numbers)
+      .def_property_readonly("offsets", [](const PackedBlock& b) { return PlaceOf(b.offsets); })
+      .def_property_readonly("factors", [](const PackedBlock& b) { return PlaceOf(b.factors); });
+  py::class_<PackedSlot>(module, "PackedSlot")
+      .def_readonly("position", &PackedSlot::position)
+      .def_readonly("rows", &PackedSlot::rows)
+      .def_property_readonly("index", [](const PackedSlot& s) { return PlaceOf(s.index); });
+  py::class_<PackLayout>(module, "PackLayout")
+      .def_readonly("batch_size", &PackLayout::batch_size)
+      .def_readonly("blocks", &PackLayout::blocks)
+      .def_readonly("slots", &PackLayout::slots)
+      .def_readonly("size_bytes", &PackLayout::size_bytes);
+}
+
 void BindReturnReport(py::module_& module) {
   py::class_<ReturnReport>(module, "ReturnReport")
       .def_property_readonly("staleness", [](const ReturnReport& r) { return r.update.staleness; })
@@ -92,13 +132,20 @@ void BindLookupResult(py::module_& module) {
       .def_property_readonly("absent", [](const SlotView& view) { return view.slot().absent; })
       .def_property_readonly("sample_fixed_size",
                              [](const SlotView& view) { return view.slot().sample_fixed_size; })
+      .def_property_readonly("unpooled",
+                             [](const SlotView& view) { return view.slot().unpooled >= 0; })
+      .def_property_readonly("dim", [](const SlotView& view) { return view.slot().dim; })
+      .def_property_readonly("num_rows", [](const SlotView& view) { return view.slot().num_rows; })
       .def_property_readonly("rows", &Rows)
       .def_property_readonly("index", &Index)
       .def_property_readonly("sample_num_ids", &SampleNumIds);
+  BindPack(module);
   py::class_<LookupResult, std::shared_ptr<LookupResult>>(module, "LookupResult")
       .def_property_readonly("reference", [](const LookupResult& r) { return r.reference; })
       .def_readonly("batch_size", &LookupResult::batch_size)
-      .def_property_readonly("slots", &SlotsOf);
+      .def_property_readonly("slots", &SlotsOf)
+      .def("lay_out_pack", &worker::LayOutPack)
+      .def("fill_pack", &FillPack, py::arg("layout"), py::arg("buffer"));
   BindReturnReport(module);
 }
 

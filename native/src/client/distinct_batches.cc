@@ -15,7 +15,7 @@ bool IsSame(const worker::BatchReference& a, const worker::BatchReference& b) {
 
 const worker::DistinctSlot* FindSlot(std::span<const DistinctBatches::Slot> slots,
                                      const worker::SlotGradient& gradient) {
-  if (gradient.skipped) return nullptr;
+  if (gradient.skipped || gradient.summed) return nullptr;
   const auto slot = std::find_if(slots.begin(), slots.end(), [&](const auto& candidate) {
     return candidate->name == gradient.slot;
   });

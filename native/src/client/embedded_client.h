@@ -46,17 +46,21 @@ class EmbeddedClient final : public EmbeddingClient {
   // Waits for another request that works on the batch, until the deadline. Embeddings are in
   // float32: nothing is gained by 16 bits within a process.
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline, SlotMask slots = kAllSlots) override {
-    return Decode(worker_->Lookup(reference, requires_grad, deadline, slots));
+                                Deadline deadline, SlotMask slots = kAllSlots,
+                                bool as_rows = false) override {
+    return Decode(worker_->Lookup(reference, requires_grad, deadline, slots, Form(as_rows)),
+                  as_rows);
   }
   // There is one worker, so the index means nothing.
   // For evaluation and inference, and for scripts without a loader.
   StatusOr<LookupResult> LookupDirect(uint32_t /*worker_index*/,
                                       std::span<const std::byte> id_features, bool requires_grad,
                                       Deadline deadline, SlotMask slots = kAllSlots,
-                                      const BatchReference& original = {}) override {
-    return Decode(worker_->LookupDirect(id_features, requires_grad, deadline, slots,
-                                        worker::EmbeddingsForm::kPooled, original));
+                                      const BatchReference& original = {},
+                                      bool as_rows = false) override {
+    return Decode(
+        worker_->LookupDirect(id_features, requires_grad, deadline, slots, Form(as_rows), original),
+        as_rows);
   }
   // Updates the store before it returns. A repetition gets the first report.
   StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,
@@ -90,9 +94,13 @@ class EmbeddedClient final : public EmbeddingClient {
 
   // The message is decoded like one from the network. That costs little, since rows are used in
   // place, and there is one form of results.
-  static StatusOr<LookupResult> Decode(StatusOr<Buffer> embeddings) {
+  static StatusOr<LookupResult> Decode(StatusOr<Buffer> embeddings, bool as_rows) {
     if (!embeddings.ok()) return embeddings.status();
-    return worker::DecodeEmbeddings(0, std::move(embeddings).value());
+    return worker::DecodeEmbeddings(0, std::move(embeddings).value(), as_rows);
+  }
+  // Nothing is gained by rows that are pooled in the next call.
+  static worker::EmbeddingsForm Form(bool as_rows) {
+    return as_rows ? worker::EmbeddingsForm::kRows : worker::EmbeddingsForm::kPooled;
   }
 
   const std::unique_ptr<worker::EmbeddingWorker> worker_;  // owns the store's owner

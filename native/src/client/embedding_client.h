@@ -32,16 +32,19 @@ class EmbeddingClient {
 
   // Reaches every server; `replace` allows another config than the one that a server has.
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
-  // `slots`: see EmbeddingWorker. All others are absent from the result.
+  // `slots`: see EmbeddingWorker. All others are absent from the result. `as_rows`: the caller
+  // pools slots that are there as distinct rows, and returns one gradient for each.
   virtual StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                        Deadline deadline, SlotMask slots = kAllSlots) = 0;
+                                        Deadline deadline, SlotMask slots = kAllSlots,
+                                        bool as_rows = false) = 0;
   // `worker_index` is taken modulo the number of workers. `original`: the batch at a worker that
   // has died, see EmbeddingWorker.
   virtual StatusOr<LookupResult> LookupDirect(uint32_t worker_index,
                                               std::span<const std::byte> id_features,
                                               bool requires_grad, Deadline deadline,
                                               SlotMask slots = kAllSlots,
-                                              const BatchReference& original = {}) = 0;
+                                              const BatchReference& original = {},
+                                              bool as_rows = false) = 0;
   // Applied once, however often it is called for a batch: a repetition gets the first report.
   // Gradients are divided by `scale`.
   virtual StatusOr<ReturnReport> ReturnGradients(const BatchReference& reference, float scale,

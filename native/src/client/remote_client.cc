@@ -95,12 +95,13 @@ std::vector<net::ChannelStats> RemoteClient::channel_stats() const {
 template <typename Request>
 StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
                                                        const Method<Request, Buffer>& method,
-                                                       const Request& request, Deadline deadline) {
+                                                       const Request& request, Deadline deadline,
+                                                       bool as_rows) {
   Timed total(lookup_times_);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(worker_index));
   PERSIA_ASSIGN_OR_RETURN(Buffer message, net::Call(*channel, method, request, deadline));
   Timed decoding(decode_times_);
-  auto result = worker::DecodeEmbeddings(worker_index, std::move(message));
+  auto result = worker::DecodeEmbeddings(worker_index, std::move(message), as_rows);
   if (!result.ok()) return net::AboutMessage(channel->peer(), result.status());
   total.set_reference(result->reference.reference);
   decoding.set_reference(result->reference.reference);
@@ -123,10 +124,10 @@ Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline
 }
 
 StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, bool requires_grad,
-                                            Deadline deadline, SlotMask slots) {
+                                            Deadline deadline, SlotMask slots, bool as_rows) {
   const worker::LookupReferenceRequest request{reference, Options(requires_grad, slots)};
-  auto result =
-      CallForEmbeddings(reference.worker_index, worker::kLookupReference, request, deadline);
+  auto result = CallForEmbeddings(reference.worker_index, worker::kLookupReference, request,
+                                  deadline, as_rows);
   if (!result.ok()) return result;
   const BatchKey& answered = result->reference;
   // Without requires_grad the message has no reference to compare.
@@ -141,12 +142,13 @@ StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, boo
 StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   std::span<const std::byte> id_features,
                                                   bool requires_grad, Deadline deadline,
-                                                  SlotMask slots, const BatchReference& original) {
+                                                  SlotMask slots, const BatchReference& original,
+                                                  bool as_rows) {
   const worker::LookupDirectRequest request{Options(requires_grad, slots), original, id_features};
   if (original.reference != 0) distinct_.Forget(original);
   const auto links = workers_.Active();
   auto result = CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect,
-                                  request, deadline);
+                                  request, deadline, as_rows);
   if (result.ok() && requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
   return result;
 }

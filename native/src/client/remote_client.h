@@ -92,11 +92,13 @@ class RemoteClient final : public EmbeddingClient {
   // kNotFound: the worker has restarted, or the batch has ended there. Nothing is left to release
   // then.
   StatusOr<LookupResult> Lookup(const BatchReference& reference, bool requires_grad,
-                                Deadline deadline, SlotMask slots = kAllSlots) override;
+                                Deadline deadline, SlotMask slots = kAllSlots,
+                                bool as_rows = false) override;
   StatusOr<LookupResult> LookupDirect(uint32_t worker_index, std::span<const std::byte> id_features,
                                       bool requires_grad, Deadline deadline,
                                       SlotMask slots = kAllSlots,
-                                      const BatchReference& original = {}) override;
+                                      const BatchReference& original = {},
+                                      bool as_rows = false) override;
   // The gradients are sent from the caller's arrays, so these must stay as they are until it
   // returns. With a 16-bit dtype they are converted into memory of the request. Those of slots that
   // came as distinct rows are summed by row first.
@@ -119,7 +121,7 @@ class RemoteClient final : public EmbeddingClient {
   std::shared_ptr<net::Channel> AnyWorker() const { return workers_.Active().front().second; }
   template <typename Request>
   StatusOr<LookupResult> CallForEmbeddings(uint32_t worker, const Method<Request, Buffer>& method,
-                                           const Request& request, Deadline deadline);
+                                           const Request& request, Deadline deadline, bool as_rows);
   // The dtype asked for is the client's own: workers serve clients of different ones side by side.
   // Pooled slots may come as distinct rows, except with 16 bits a float.
   worker::LookupOptions Options(bool requires_grad, SlotMask slots) const {

@@ -127,10 +127,14 @@ Status ReadOffsets(ByteReader* reader, const IndexHead& head, DistinctSlot* slot
 
 // A slot alone in its group has all of the group's signs. Both ways have as many floats, and the
 // index is sent once.
-bool TakesFewerBytesAsRows(const LookupPlan& plan, const PlannedFeature& feature,
-                           bool requires_grad, RowsLayout* layout) {
+bool IsSentAsRows(const LookupPlan& plan, const PlannedFeature& feature, EmbeddingsForm form,
+                  bool requires_grad, RowsLayout* layout) {
   const PlannedGroup& group = plan.groups[feature.group];
   if (!feature.slot->embedding_summation || group.num_features != 1) return false;
+  const bool wherever_possible = form == EmbeddingsForm::kRows;
+  if (wherever_possible ? !feature.weights.empty() : form != EmbeddingsForm::kFewestBytes) {
+    return false;  // no device sums with weights: it would round otherwise than the kernels here
+  }
   const uint64_t num_ways = requires_grad ? 2 : 1;
   const uint64_t row_bytes = num_ways * group.dim * sizeof(float);
   const uint64_t pooled_bytes = row_bytes * plan.batch_size;
@@ -138,12 +142,14 @@ bool TakesFewerBytesAsRows(const LookupPlan& plan, const PlannedFeature& feature
   const uint64_t num_numbers = feature.sign_numbers.size();
   layout->number_bytes = NumberBytes(group.num_signs);
   // Before the samples are looked at: most slots with many IDs end here.
-  if (distinct_bytes + num_numbers * layout->number_bytes >= pooled_bytes) return false;
+  if (!wherever_possible && distinct_bytes + num_numbers * layout->number_bytes >= pooled_bytes) {
+    return false;
+  }
   layout->count_bytes = feature.has_one_id_each ? 0 : BytesFor(MostIds(feature.offsets));
   layout->index_bytes = kIndexHeadBytes + Padded(layout->count_bytes * uint64_t{plan.batch_size}) +
                         Padded(layout->number_bytes * num_numbers) +
                         Padded(feature.weights.size() * sizeof(float));
-  return distinct_bytes + layout->index_bytes < pooled_bytes;
+  return wherever_possible || distinct_bytes + layout->index_bytes < pooled_bytes;
 }
 
 void PutRowsIndex(const PlannedFeature& feature, uint32_t first_number, const RowsLayout& layout,

@@ -16,6 +16,7 @@
 #include "base/status.h"
 #include "worker/bags.h"
 #include "worker/lookup_plan.h"
+#include "worker/types.h"
 
 namespace persia::worker {
 
@@ -31,10 +32,10 @@ struct RowsLayout {
   uint8_t number_bytes = 0;  // a row number
 };
 
-// Whether the slot's embeddings, and its gradients where `requires_grad`, are fewer bytes as rows;
-// then also fills `layout`.
-bool TakesFewerBytesAsRows(const LookupPlan& plan, const PlannedFeature& feature,
-                           bool requires_grad, RowsLayout* layout);
+// Whether the slot is sent as rows in this form; then also fills `layout`. kFewestBytes counts the
+// slot's embeddings, and its gradients where `requires_grad`.
+bool IsSentAsRows(const LookupPlan& plan, const PlannedFeature& feature, EmbeddingsForm form,
+                  bool requires_grad, RowsLayout* layout);
 
 // Writes `layout.index_bytes` bytes to `out`.
 void PutRowsIndex(const PlannedFeature& feature, uint32_t first_number, const RowsLayout& layout,

@@ -190,10 +190,26 @@ Status ReadAsRows(ByteReader* reader, uint32_t batch_size, SlotEmbedding* slot,
   return Status::Ok();
 }
 
+// Leaves the slots that came as rows to the caller, except those that a device does not pool.
+void LeaveUnpooled(LookupResult* result) {
+  std::vector<DistinctSlot> pooled_here;
+  auto slot = result->slots.begin();
+  for (DistinctSlot& distinct : result->distinct) {
+    while (slot->name != distinct.name) ++slot;
+    if (!distinct.weights.empty()) {
+      pooled_here.push_back(std::move(distinct));
+      continue;
+    }
+    slot->unpooled = static_cast<int32_t>(result->unpooled.size());
+    result->unpooled.push_back(std::move(distinct));
+  }
+  result->distinct = std::move(pooled_here);
+}
+
 // Pools the slots that came as rows, all into one buffer.
 // What a small message can make a client allocate is bounded by what a message of pooled embeddings
 // may have.
-Status PoolSlots(LookupResult* result) {
+Status PoolSlots(bool as_rows, LookupResult* result) {
   uint64_t num_floats = 0;
   for (const DistinctSlot& distinct : result->distinct) {
     num_floats += uint64_t{distinct.batch_size} * distinct.dim;
@@ -202,6 +218,7 @@ Status PoolSlots(LookupResult* result) {
                         kMaxMessageBytes, " bytes of embeddings");
     }
   }
+  if (as_rows) LeaveUnpooled(result);
   if (result->distinct.empty()) return Status::Ok();
   Buffer& buffer = result->widened.emplace_back(num_floats * sizeof(float));
   auto* out = reinterpret_cast<float*>(buffer.data());
@@ -279,8 +296,8 @@ StatusOr<EmbeddingsLayout> LayOutEmbeddings(const LookupPlan& plan, uint64_t wor
                              kMaxMessageBytes, " bytes: send smaller batches");
     }
     RowsLayout rows;
-    if (form == EmbeddingsForm::kFewestBytes && Includes(slots, feature.slot->mode) &&
-        TakesFewerBytesAsRows(plan, feature, reference != 0, &rows)) {
+    if (Includes(slots, feature.slot->mode) &&
+        IsSentAsRows(plan, feature, form, reference != 0, &rows)) {
       as_rows[i] = rows;
       size_bytes += BytesAsRows(feature, plan.groups[feature.group], rows);
     } else {
@@ -361,7 +378,7 @@ void PoolFeature(const PlannedFeature& feature, uint32_t batch_size,
   PoolBags(bags, rows.data(), space.rows + slot.dim, slot.dim);
 }
 
-StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
+StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message, bool as_rows) {
   ByteReader reader(std::as_const(message).span());
   LookupResult result;
   result.reference.worker_index = worker_index;
@@ -389,7 +406,7 @@ StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message) {
     return Corruption("an embeddings message: ", reader.remaining(),
                       " bytes are left over after the last slot");
   }
-  PERSIA_RETURN_IF_ERROR(PoolSlots(&result));
+  PERSIA_RETURN_IF_ERROR(PoolSlots(as_rows, &result));
   result.storage = std::move(message);  // its bytes stay where they are
   return result;
 }

@@ -76,6 +76,9 @@ struct SlotEmbedding {
   uint32_t dim = 0;
   uint32_t num_rows = 0;
   uint32_t sample_fixed_size = 0;
+  // Into LookupResult::unpooled: the rows are distinct ones, which the caller is to pool. -1: they
+  // are the embeddings.
+  int32_t unpooled = -1;
   const float* rows = nullptr;               // [num_rows, dim]
   const int64_t* index = nullptr;            // raw: [batch_size, sample_fixed_size]
   const uint32_t* sample_num_ids = nullptr;  // raw: [batch_size]
@@ -89,14 +92,19 @@ struct LookupResult {
   std::vector<SlotEmbedding> slots;
   Buffer storage;
   std::vector<Buffer> widened;  // rows that came with 16 bits, and embeddings pooled here
-  // The slots that came as rows, in the order of `slots`: what their gradients are summed by.
+  // The slots that came as rows and were pooled here, in the order of `slots`: what their gradients
+  // are summed by.
   std::vector<DistinctSlot> distinct;
+  // The slots that the caller pools, whose gradients it sums.
+  std::vector<DistinctSlot> unpooled;
 };
 
 // Decodes the message in place; kCorruption names what is wrong. Sizes, indices and dims are
 // checked (an index never points past the rows), for model code uses what comes out without another
 // look.
-// Used at both ends: by the client, and by a worker that narrows its own message.
-StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message);
+// Used at both ends: by the client, and by a worker that narrows its own message. `as_rows`: slots
+// that came as rows are left to the caller, but for those with weights.
+StatusOr<LookupResult> DecodeEmbeddings(uint32_t worker_index, Buffer message,
+                                        bool as_rows = false);
 
 }  // namespace persia::worker

@@ -38,6 +38,8 @@ enum class EmbeddingsForm : uint32_t {
   kPooled = 0,  // one embedding a sample
   // The slot's distinct rows and which of them each ID needs, where both are fewer bytes.
   kFewestBytes = 1,
+  // The same wherever the slot may be sent so, for a rank that pools on a device. Not on the wire.
+  kRows = 2,
 };
 
 // The measured staleness of the rows that one lookup of a batch found, in updates.

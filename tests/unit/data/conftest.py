@@ -41,13 +41,16 @@ class FakeBackend:
         requires_grad: bool,
         slots: int = 0,
         id_features: bytes | memoryview | None = None,
+        as_rows: bool = False,
     ) -> Any:
         self.on_lookup(reference.reference)
         with self.lock:
             self.looked_up.append(reference.reference)
         return SimpleNamespace(reference=reference, batch_size=1, slots=[])
 
-    def lookup_direct(self, id_features: bytes, *, requires_grad: bool, slots: int = 0) -> Any:
+    def lookup_direct(
+        self, id_features: bytes, *, requires_grad: bool, slots: int = 0, as_rows: bool = False
+    ) -> Any:
         with self.lock:
             self._num_direct += 1
             number = self._num_direct
