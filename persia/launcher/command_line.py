@@ -28,6 +28,7 @@ _SUBCOMMANDS = {
     "data-loader": "data_loader.command",
     "nn-worker": "nn_worker.command",
     "status": "status.command",
+    "resize": "resize.command",
     "doctor": "doctor.command",
     "trace": "trace.command",
     "checkpoint": "checkpoint.command",
@@ -94,6 +95,7 @@ def cli() -> None:
     And look at a job that runs:
       persia-launcher status       # rates, queues, staleness, memory; --once, --json
       persia-launcher trace        # the phases of some batches; --summary, or for ui.perfetto.dev
+      persia-launcher resize --parameter-servers 3    # while it trains
       persia-launcher doctor       # what is wrong with this machine or the settings
 
     \b
