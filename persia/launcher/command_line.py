@@ -27,7 +27,12 @@ _SECTIONS = {
         "data-loader": "data_loader.command",
         "nn-worker": "nn_worker.command",
     },
-    "Watch a job": {"status": "status.command", "trace": "trace.command", "doctor": "doctor.command"},
+    "Watch a job, and change it": {
+        "status": "status.command",
+        "trace": "trace.command",
+        "resize": "resize.command",
+        "doctor": "doctor.command",
+    },
     "Use what it has trained": {
         "checkpoint": "checkpoint.command",
         "export": "export.command",
