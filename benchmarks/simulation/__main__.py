@@ -5,6 +5,7 @@ docs/recovery.md, "Simulation", says what is real and what is checked.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import resource
 import sys
@@ -35,6 +36,7 @@ def undisturbed(library: Library) -> int:
 
 def _run_some(expected: int, seeds: range) -> list[Outcome]:
     sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
+    gc.freeze()  # the product's modules; seeds leave little garbage
     library = Library()
     return [run_seed(library, seed, expected=expected) for seed in seeds]
 
