@@ -5,7 +5,9 @@ docs/recovery.md, "Simulation", says what is real and what is checked.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import resource
 import sys
 import time
 from collections import Counter
@@ -34,6 +36,7 @@ def undisturbed(library: Library) -> int:
 
 def _run_some(expected: int, seeds: range) -> list[Outcome]:
     sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
+    gc.freeze()  # the product's modules; seeds leave little garbage
     library = Library()
     return [run_seed(library, seed, expected=expected) for seed in seeds]
 
@@ -78,7 +81,11 @@ def main(seeds: int, first: int, seed: int | None, trace: bool, processes: int) 
     for outcome in failed:
         print(f"seed {outcome.seed}: {outcome.failure}\n  {_COMMAND.format(outcome.seed)}")
     faults = sum((outcome.faults for outcome in outcomes), Counter[str]())
-    print(f"{len(outcomes)} seeds in {time.monotonic() - begin:.0f} s, {len(failed)} failed")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(
+        f"{len(outcomes)} seeds in {time.monotonic() - begin:.0f} s, with "
+        f"{usage.ru_utime + usage.ru_stime:.0f} s of processors; {len(failed)} failed"
+    )
     lost = sum(outcome.has_lost_rows for outcome in outcomes)
     print(f"  rows lost and reported, by a server and the broker at a time: {lost}")
     for name, count in sorted(faults.items()):

@@ -228,7 +228,9 @@ class Job:
         return found
 
     def has_two_copies(self) -> bool:
-        """Whether a server replicates to a standby that lives and has every row."""
+        """Whether a server replicates to a standby that lives and has every row; both run."""
+        if any((process := self.roles[name].process) and process.is_frozen for name in ("server", "standby")):
+            return False
         for name, server in self.primaries():
             other = self.server_of("standby" if name == "server" else "server")
             if server.replication == "replicating" and other is not None and other.is_standby_with_rows:

@@ -1,0 +1,89 @@
+"""The simulation of the protocol: a few seeds, those that found bugs, and planted bugs that it must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+
+from benchmarks.simulation import job
+from benchmarks.simulation.__main__ import run_seeds, undisturbed
+from benchmarks.simulation.library import PATH, Library
+from benchmarks.simulation.scenario import Outcome, run_seed
+from persia._native import BatchReference
+from persia.pipeline import backend
+from persia.roles import standby
+
+pytestmark = pytest.mark.skipif(not PATH.exists(), reason="./run test and ./run simulate build the library")
+
+# Each found a bug when it was drawn first: docs/adr/0050 lists them.
+FOUND_BUGS = (60, 163, 239, 355, 491, 1199, 3132, 3481, 3921, 4249, 4313, 5244)
+
+
+def in_a_process(function: Callable[[], list[Outcome]]) -> list[Outcome]:
+    """What killed processes of the simulation held is freed with the real one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(function).result()
+
+
+def run(*seeds: int) -> list[Outcome]:
+    library = Library()
+    expected = undisturbed(library)
+    return [run_seed(library, seed, expected=expected) for seed in seeds]
+
+
+def found_bugs() -> list[Outcome]:
+    return run(*FOUND_BUGS)
+
+
+def the_same_seed_twice() -> list[Outcome]:
+    return run(9, 9)
+
+
+def first_failure() -> list[Outcome]:
+    library = Library()
+    expected = undisturbed(library)
+    for seed in range(1, 101):
+        outcome = run_seed(library, seed, expected=expected)
+        if outcome.failure:
+            return [outcome]
+    return []
+
+
+def without_the_first_reference() -> list[Outcome]:
+    """A planted bug: a batch that another worker takes over is updated under another key."""
+    register = backend.ClusterBackend.register
+
+    def forgetful(self: backend.ClusterBackend, ids: bytes, original: BatchReference) -> BatchReference:
+        return register(self, ids, BatchReference(original.worker_index, 0, 0))
+
+    backend.ClusterBackend.register = forgetful  # type: ignore[method-assign, assignment]
+    return first_failure()
+
+
+def without_asking_who_has_the_rows() -> list[Outcome]:
+    """A planted bug: a process that starts does not become the standby of the one that has the rows."""
+    job.starts_as_standby = standby.starts_as_standby = lambda *_: False
+    return first_failure()
+
+
+def test_the_protocol_holds_under_faults() -> None:
+    outcomes = run_seeds(range(1, 61), processes=2)
+    assert {outcome.seed: outcome.failure for outcome in outcomes if outcome.failure} == {}
+    assert sum(sum(outcome.faults.values()) for outcome in outcomes) > 60
+
+
+def test_seeds_that_found_bugs_hold() -> None:
+    assert [outcome.failure for outcome in in_a_process(found_bugs)] == [""] * len(FOUND_BUGS)
+
+
+def test_a_seed_repeats() -> None:
+    first, second = in_a_process(the_same_seed_twice)
+    assert first == second
+
+
+@pytest.mark.parametrize("planted", [without_the_first_reference, without_asking_who_has_the_rows])
+def test_planted_bugs_are_found(planted: Callable[[], list[Outcome]]) -> None:
+    assert in_a_process(planted)
