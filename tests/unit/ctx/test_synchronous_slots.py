@@ -175,7 +175,7 @@ def test_a_batch_that_was_given_up_is_said_to_be() -> None:
     with training() as ctx:
         batches = iter(DataLoader(local(), embedding_staleness=1))
         first, second = next(batches), next(batches)
-        with pytest.raises(FailedPreconditionError, match="batch 0 .* given up because the next one"):
+        with pytest.raises(FailedPreconditionError, match="batch 0 .* released because later ones"):
             ctx.forward(first)
         ctx.backward(ctx.forward(second)[0])
 

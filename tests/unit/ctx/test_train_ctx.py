@@ -134,7 +134,7 @@ def test_backward_after_the_batch_was_given_up_is_an_error(make_ctx: MakeCtx, ma
         first = next(batches)
         output, _ = ctx.forward(first)
         next(batches)
-        with pytest.raises(FailedPreconditionError, match=r"batch 0 .* given up"):
+        with pytest.raises(FailedPreconditionError, match=r"batch 0 .* was released"):
             ctx.backward(output.sum())
 
 
