@@ -11,6 +11,7 @@ just before and after. The longest time between two steps without a change tells
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import tempfile
 import time
@@ -32,21 +33,22 @@ from persia import (
     TrainCtx,
     optim,
 )
+from persia.launcher.resizing import ResizeState
 from persia.testing import LocalCluster
 
-SLOTS, SIZE, DIM = 8, 1024, 32
+SLOTS, DIM = 8, 32
 CONFIG = {"slots_config": {f"C{{1..{SLOTS}}}": {"dim": DIM}}}
 LEAST_S = 10.0  # of the time before and after that a change is compared with
 TIMEOUT_S = 1200.0
 
 
-def load(num_ids: int) -> None:
+def load(num_ids: int, size: int) -> None:
     """The data loader, until it is killed."""
     random = np.random.default_rng(0)
-    dense, label = np.zeros((SIZE, 13), np.float32), np.zeros((SIZE, 1), np.float32)
+    dense, label = np.zeros((size, 13), np.float32), np.zeros((size, 1), np.float32)
     with DataCtx() as ctx:
         while True:
-            ids = random.integers(num_ids, size=(SLOTS, SIZE)).astype(np.uint64)
+            ids = random.integers(num_ids, size=(SLOTS, size)).astype(np.uint64)
             features = [IDTypeFeatureWithSingleID(f"C{i + 1}", ids[i]) for i in range(SLOTS)]
             ctx.send_data(
                 PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)], requires_grad=True)
@@ -108,17 +110,17 @@ def await_steps(path: Path, number: int) -> None:
     "--sizes", default="2,3,5,2", show_default=True, help="Numbers of servers, one after the other."
 )
 @click.option("--ids", type=click.IntRange(min=1), default=50_000, show_default=True, help="Of each slot.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--warm-up", type=click.IntRange(min=1), default=200, show_default=True, help="Steps.")
-def main(sizes: str, ids: int, warm_up: int) -> None:
+def main(sizes: str, ids: int, batch_size: int, warm_up: int) -> None:
     numbers = [int(number) for number in sizes.split(",")]
-    spans = []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times"
         with LocalCluster(
             embedding_config=CONFIG, parameter_servers=numbers[0], env={"OMP_NUM_THREADS": "1"}
         ) as cluster:
             cluster.start_nn_worker(__file__, "train", str(path))
-            cluster.start_loader(__file__, "load", str(ids))
+            cluster.start_loader(__file__, "load", str(ids), str(batch_size))
             await_steps(path, warm_up)
             for number in numbers[1:]:
                 time.sleep(LEAST_S)
@@ -126,25 +128,27 @@ def main(sizes: str, ids: int, warm_up: int) -> None:
                 state = cluster.resize(number)
                 end = time.monotonic()
                 time.sleep(max(LEAST_S, end - begin))
-                spans.append((begin, end, state))
-            times = steps(path)
-    for begin, end, state in spans:
-        around = max(LEAST_S, end - begin)
-        with_change = rate(times, begin, end)
-        without = (rate(times, begin - LEAST_S, begin) + rate(times, end, end + around)) / 2
-        quiet = longest(times, begin - LEAST_S + 1, begin - 1)
-        click.echo(
-            f"{state.before} to {state.after}: {state.num_rows:,} rows, {state.num_bytes / 1e9:.3f} GB, "
-            f"{end - begin:.1f} s in all, copy {state.copy_s:.1f} s "
-            f"({state.num_bytes / 1e9 / state.copy_s:.4f} GB/s), hand-over {state.pause_s * 1e3:.0f} ms, "
-            f"longest step {longest(times, begin, end) * 1e3:.0f} ms (without {quiet * 1e3:.0f}), "
-            f"{with_change:.1f} steps/s (without {without:.1f}): {1 - with_change / without:.1%} less"
-        )
+                report(steps(path), begin, end, state)
+
+
+def report(times: list[float], begin: float, end: float, state: ResizeState) -> None:
+    around = max(LEAST_S, end - begin)
+    with_change = rate(times, begin, end)
+    without = (rate(times, begin - LEAST_S, begin) + rate(times, end, end + around)) / 2
+    quiet = longest(times, begin - LEAST_S + 1, begin - 1)
+    click.echo(
+        f"{state.before} to {state.after}: {state.num_rows:,} rows, {state.num_bytes / 1e6:.1f} MB, "
+        f"{end - begin:.1f} s in all, copy {state.copy_s:.1f} s "
+        f"({state.num_bytes / 1e9 / state.copy_s:.4f} GB/s), hand-over {state.pause_s * 1e3:.0f} ms, "
+        f"longest step {longest(times, begin, end) * 1e3:.0f} ms (without {quiet * 1e3:.0f}), "
+        f"{with_change:.1f} steps/s (without {without:.1f}): {1 - with_change / without:.1%} less; "
+        f"load average {os.getloadavg()[0]:.1f}"
+    )
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
-        load(int(sys.argv[2]))
+        load(int(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1:2] == ["train"]:
         train(sys.argv[2])
     else:

@@ -36,8 +36,10 @@ from persia.waiting import Attempts
 _ANSWER_S = 5.0
 _HAND_OVER_S = 20.0
 _END_S = 10.0
-# Requests wait for about one round of changes, when servers hand over.
-_SHORT_ROUND_S = 0.05
+# Requests wait for about one round of changes, when servers hand over. After some seconds of trying, a longer
+# round must do.
+_SHORT_ROUND_S, _LONGER_ROUND_S = 0.05, 0.1
+_TRYING_S = 10.0
 # What all old servers together may take of the processors for the copy.
 _PERCENT = 8
 
@@ -158,9 +160,11 @@ class Resizer:
         # From here on the new servers have the rows, whatever happens.
         before, self._names = self._names, [process.name for process in processes]
         self._num_servers, self._generation = num_servers, self._generation + 1
-        self._ask_all(new, Step.SERVE)
-        self._note(step="end", pause_s=time.monotonic() - copied)
-        self._end([process for process in self._supervisor.processes if process.name in before])
+        try:
+            self._serve(new, processes)
+            self._note(step="end", pause_s=time.monotonic() - copied)
+        finally:
+            self._end([process for process in self._supervisor.processes if process.name in before])
 
     def _old(self) -> list[tuple[int, int]]:
         return [(self._generation, index) for index in range(self._num_servers)]
@@ -195,12 +199,21 @@ class Resizer:
                 self._note(step="copy")
                 continue
             self._note(step="follow")
-            if all(report.round_s < _SHORT_ROUND_S for report in reports):
+            is_patient = attempts.left_s > env.get_deadline_s() - _TRYING_S
+            least_s = _SHORT_ROUND_S if is_patient else _LONGER_ROUND_S
+            if all(report.round_s < least_s for report in reports):
                 return
         raise DeadlineExceededError(
             "rows change faster than they are copied: the last changes still take "
             f"{max(report.round_s for report in reports):.2f} s after PERSIA_DEADLINE_SEC"
         )
+
+    def _serve(self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
+        for _ in self._attempts(processes, lambda: "new parameter servers to answer"):
+            with contextlib.suppress(UnavailableError, DeadlineExceededError):
+                self._ask_all(new, Step.SERVE)
+                return
+        raise DeadlineExceededError("new parameter servers have their rows, and do not answer")
 
     def _attempts(self, processes: Sequence[ManagedProcess], waiting_for: Callable[[], str]) -> Attempts:
         """Of polling; ended by a cancellation, and by the end of a new process."""

@@ -18,9 +18,10 @@ from persia.config import GlobalConfig
 from persia.errors import FailedPreconditionError, ResourceExhaustedError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser
+from persia.messaging.interface import Registration
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
-from persia.roles.lifetime import ServerOptions
+from persia.roles.lifetime import ServerOptions, address_of
 from persia.validation import Count
 
 if TYPE_CHECKING:
@@ -79,26 +80,28 @@ def refusal_of(config: GlobalConfig) -> str:
 
 
 class ElasticServer:
-    """Answers the coordinator from its creation to `close`. Thread-safe."""
+    """Answers the coordinator from `start` to `close`. Thread-safe."""
 
     def __init__(
         self,
         session: NatsSession,
         server: ParameterServer,
         options: ServerOptions,
-        address: str,
+        port: int,
         config: GlobalConfig,
     ) -> None:
-        self._server, self._address, self._config = server, address, config
+        self._session, self._server, self._config = session, server, config
+        self._address = address_of(options, port)
         self._has_rows = options.sources == 0
         self._lock = threading.Lock()  # between a change and a checkpoint
         self._checkpoints: CheckpointService | None = None
         self._advertiser: Advertiser | None = None
-        subject = session.subjects.resize(options.generation, options.replica_index)
-        self._registration = session.respond(subject, self._answer)
+        self._subject = session.subjects.resize(options.generation, options.replica_index)
+        self._registration: Registration | None = None
 
     def close(self) -> None:
-        self._registration.close()
+        if self._registration is not None:
+            self._registration.close()
 
     @property
     def is_serving(self) -> bool:
@@ -110,8 +113,9 @@ class ElasticServer:
         return {"is_serving": lambda: self.is_serving}
 
     def start(self, advertiser: Advertiser, checkpoints: CheckpointService) -> None:
-        """Once the server is advertised."""
+        """Once the server is admitted to the job: before, it could not serve."""
         self._advertiser, self._checkpoints = advertiser, checkpoints
+        self._registration = self._session.respond(self._subject, self._answer)
 
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
         """`handle` of the CheckpointService. Of the servers before and after, one answers."""
@@ -141,21 +145,25 @@ class ElasticServer:
         return ResizeReport(
             address=self._address,
             incarnation=f"{self._server.incarnation:016x}",
-            refusal=refusal_of(self._config) or self._server.transfer_refusal,
+            refusal=refusal_of(self._config) or self._server.transfer_refusal or self._busy_with(),
             **progress,
         )
 
+    def _busy_with(self) -> str:
+        if self._checkpoints is not None and self._checkpoints.is_busy:
+            return "a checkpoint is being written or loaded: try again after it"
+        return ""
+
     def _copy(self, request: ResizeRequest) -> None:
         with self._lock:
-            if self._checkpoints is None or self._checkpoints.is_busy:
-                raise FailedPreconditionError("a checkpoint is being written or loaded: try again after it")
+            if reason := self._busy_with():
+                raise FailedPreconditionError(reason)
             targets = [(address, int(incarnation, 16)) for address, incarnation in request.targets]
             processors = max_processors(request.percent)
             self._server.begin_transfer(targets, max_processors=processors, deadline_s=_PIECE_S)
 
     def _serve(self) -> None:
-        if self._advertiser is None:
-            raise FailedPreconditionError("the server is not admitted to the job yet")
+        assert self._advertiser is not None
         self._server.serve()
         if not self._has_rows:
             self._has_rows = True

@@ -71,8 +71,7 @@ def _serve_training(
     with ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
         tier = _open_tier(stack, options, config, slots)
-        session = None
-        is_standby = options.standby
+        session, is_standby = None, options.standby
         if section.standbys:
             session = stack.enter_context(connected(nats_url, name, SERVER))
             is_standby = is_standby or starts_as_standby(session, options.replica_index)
@@ -91,8 +90,7 @@ def _serve_training(
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = stack.enter_context(closing(CheckpointService(share, changes)))
         schema = "" if slots is None else slots.schema_hash()
-        elastic = ElasticServer(session, server, options, address_of(options, port), config)
-        stack.callback(elastic.close)
+        elastic = stack.enter_context(closing(ElasticServer(session, server, options, port, config)))
         pair = None
         if section.standbys:
             replica = Replica(session, server, options.replica_index, address_of(options, port))

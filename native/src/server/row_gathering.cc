@@ -4,34 +4,43 @@
 
 namespace persia::server {
 
-Status RowGathering::Take(const ReplicateRequest& message) {
-  {
-    const std::lock_guard lock(mutex_);
-    PERSIA_RETURN_IF_ERROR(CheckSource(message));
-    if (message.kind == ReplicateKind::kCopyConfig) return TakeConfig(message.body);
-    if (message.kind == ReplicateKind::kCopyUpdates) return TakeUpdates(message.body);
-    if (message.kind == ReplicateKind::kCopyEnd) return TakeEnd(uint32_t(message.number));
-  }
-  if (message.kind == ReplicateKind::kCopyRows) return TakeRows(message.body);
-  return InvalidArgument("a new server takes rows, not operations");
-}
-
-Status RowGathering::CheckSource(const ReplicateRequest& message) {
+StatusOr<RowGathering::Source*> RowGathering::Find(const ReplicateRequest& message) {
   if (message.standby != incarnation_) {
     return FailedPrecondition("the rows are for another server, which this one has replaced");
   }
-  if (message.number >= num_sources_) {
-    return InvalidArgument("source ", message.number, ": there are only ", num_sources_,
+  const auto source = static_cast<uint32_t>(message.number);
+  if (source >= num_sources_) {
+    return InvalidArgument("source ", source, ": there are only ", num_sources_,
                            ", counted from 0");
   }
-  const auto source = static_cast<uint32_t>(message.number);
-  const uint64_t known = sources_.emplace(source, message.primary).first->second;
-  if (known != message.primary) {
-    return FailedPrecondition("server ", source, " was replaced while it was sending its rows");
+  const std::lock_guard lock(mutex_);
+  Source& found = sources_[source];
+  if (found.incarnation == 0) found.incarnation = message.primary;
+  if (found.incarnation == message.primary) return &found;
+  return FailedPrecondition("server ", source, " was replaced while it was sending its rows");
+}
+
+// In turn: a piece that was sent again, as its connection broke, must not come behind the next one.
+Status RowGathering::Take(const ReplicateRequest& message) {
+  PERSIA_ASSIGN_OR_RETURN(Source* const source, Find(message));
+  const auto piece = static_cast<uint32_t>(message.number >> 32);
+  const std::lock_guard one_piece(source->mutex);
+  if (piece < source->next) return Status::Ok();  // repeated
+  if (piece > source->next) {
+    return FailedPrecondition("piece ", piece, " comes before piece ", source->next);
   }
-  // A repeated end is no mistake: its reply may have been lost.
-  if (!ended_.contains(source) || message.kind == ReplicateKind::kCopyEnd) return Status::Ok();
-  return FailedPrecondition("server ", source, " has sent its last rows already");
+  PERSIA_RETURN_IF_ERROR(TakePiece(message, static_cast<uint32_t>(message.number)));
+  ++source->next;
+  return Status::Ok();
+}
+
+Status RowGathering::TakePiece(const ReplicateRequest& message, uint32_t source) {
+  if (message.kind == ReplicateKind::kCopyRows) return TakeRows(message.body);
+  const std::lock_guard lock(mutex_);
+  if (message.kind == ReplicateKind::kCopyConfig) return TakeConfig(message.body);
+  if (message.kind == ReplicateKind::kCopyUpdates) return TakeUpdates(message.body);
+  if (message.kind == ReplicateKind::kCopyEnd) return TakeEnd(source);
+  return InvalidArgument("a new server takes rows, not operations");
 }
 
 Status RowGathering::TakeConfig(std::span<const std::byte> body) {

@@ -24,6 +24,11 @@
 
 namespace persia::server {
 
+// ReplicateRequest::number of a piece: counted from 0 for each target, and the sender's index.
+constexpr uint64_t PieceNumber(uint32_t piece, uint32_t source) {
+  return uint64_t{piece} << 32 | source;
+}
+
 class RowGathering {
  public:
   // `incarnation`: of this server.
@@ -31,14 +36,22 @@ class RowGathering {
                uint32_t num_sources)
       : store_(*store), updates_(*updates), incarnation_(incarnation), num_sources_(num_sources) {}
 
-  // A piece of server `message.number`. kFailedPrecondition: it is for another server, or of a
-  // server that has ended already.
+  // A piece of the server and with the number that `message.number` has (PieceNumber). Repeated, it
+  // changes nothing. kFailedPrecondition: it is for another server, or not the next one.
   Status Take(const ReplicateRequest& message);
   bool is_complete() const;
 
  private:
+  // One of the servers of before.
+  struct Source {
+    std::mutex mutex;  // one piece at a time; taken before the other one
+    uint64_t incarnation = 0;
+    uint32_t next = 0;  // piece
+  };
+
+  StatusOr<Source*> Find(const ReplicateRequest& message);
+  Status TakePiece(const ReplicateRequest& message, uint32_t source);
   // Require mutex_, but for TakeRows.
-  Status CheckSource(const ReplicateRequest& message);
   Status TakeConfig(std::span<const std::byte> body);
   Status TakeRows(std::span<const std::byte> body);
   Status TakeUpdates(std::span<const std::byte> body);
@@ -48,8 +61,8 @@ class RowGathering {
   InheritedUpdates& updates_;
   const uint64_t incarnation_;
   const uint32_t num_sources_;
-  mutable std::mutex mutex_;              // guards what follows
-  std::map<uint32_t, uint64_t> sources_;  // incarnation, by index
+  mutable std::mutex mutex_;            // guards what follows, but for what a Source guards
+  std::map<uint32_t, Source> sources_;  // by index
   std::set<uint32_t> ended_;
   std::optional<TrainConfig> config_;
   std::shared_ptr<checkpoint::Loader> loader_;  // null: no source has rows yet, or all have ended

@@ -13,6 +13,7 @@
 #include "checkpoint/block_writer.h"
 #include "checkpoint/dump_throttle.h"
 #include "checkpoint/row_feed.h"
+#include "server/row_gathering.h"
 
 namespace persia::server {
 namespace {
@@ -22,12 +23,13 @@ constexpr size_t kGatheredBytes = size_t{64} << 20;
 // Operations that change rows wait at most so long for the copy; then it fails.
 constexpr std::chrono::milliseconds kCopyPatience(2000);
 // Changes that are remembered between two rounds, at least: of some large batches.
-constexpr uint64_t kLeastChanges = uint64_t{1} << 20;
+constexpr uint64_t kLeastChanges = uint64_t{1} << 18;
 // Between two rounds: many small ones would cost more than the changes that they save the last one.
 constexpr std::chrono::milliseconds kRoundPause(20);
 
-// Of this thread alone: what the copy leaves of a processor is training's.
-void LowerPriority() { setpriority(PRIO_PROCESS, 0, 19); }
+// Of this thread alone: training comes first. Not by much, because the throttle limits the copy,
+// which must proceed on a busy host, too.
+void LowerPriority() { setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + 5); }
 
 uint64_t NumChanges(uint64_t wanted) {
   return std::clamp(wanted, kLeastChanges, store::ChangeSet::kMaxKeys);
@@ -70,7 +72,8 @@ class RowTransfer::Lane {
     const auto kept = std::make_shared<const std::vector<std::byte>>(std::move(body));
     const auto answer = std::make_shared<std::promise<Status>>();
     sent_ = answer->get_future();
-    ReplicateRequest message{options_.incarnation, incarnation_, kind, 0, options_.index, *kept};
+    ReplicateRequest message{
+        options_.incarnation, incarnation_, kind, 0, PieceNumber(next_++, options_.index), *kept};
     channel_.CallAsync(
         kReplicate, std::move(message).Encode(), Clock::now() + options_.deadline,
         [kept, answer](const StatusOr<Buffer>& taken) { answer->set_value(taken.status()); });
@@ -84,6 +87,7 @@ class RowTransfer::Lane {
   std::vector<std::byte> piece_;
   std::optional<checkpoint::BlockWriter> writer_;
   std::future<Status> sent_;
+  uint32_t next_ = 0;     // piece
   net::Channel channel_;  // destroyed first: it answers what is under way
 };
 
@@ -163,7 +167,7 @@ Status RowTransfer::SendChanges(double max_processors) {
   if (changes->is_from_nothing()) {
     return FailedPrecondition("all rows were removed while they were being copied");
   }
-  next_max_changes_ = NumChanges(4 * changes->num_rows());
+  next_max_changes_ = NumChanges(8 * changes->num_rows());
   PERSIA_RETURN_IF_ERROR(SendConfig());
   PERSIA_RETURN_IF_ERROR(SendRows(changes.get(), max_processors));
   changes->Commit();

@@ -245,6 +245,25 @@ TEST(RowTransferTest, FailsWhereANewServerEnds) {
   EXPECT_TRUE(before.Train(21));
 }
 
+TEST(RowTransferTest, PiecesAreTakenOnceAndInTurn) {
+  Fleet next(1, 2);
+  const uint64_t target = next.servers[0]->incarnation();
+  const auto send = [&](uint32_t piece, uint32_t source, uint64_t sender, ReplicateKind kind) {
+    return net::Call(*next.channels[0], kReplicate,
+                     {sender, target, kind, 0, PieceNumber(piece, source), {}}, Soon())
+        .code();
+  };
+  EXPECT_EQ(send(1, 0, 7, ReplicateKind::kCopyEnd), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(send(0, 0, 7, ReplicateKind::kCopyUpdates), StatusCode::kOk);
+  EXPECT_EQ(send(0, 0, 7, ReplicateKind::kCopyRows), StatusCode::kOk);  // late: it is not looked at
+  EXPECT_EQ(send(1, 0, 8, ReplicateKind::kCopyEnd), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(send(0, 2, 7, ReplicateKind::kCopyEnd), StatusCode::kInvalidArgument);
+  EXPECT_EQ(send(1, 0, 7, ReplicateKind::kCopyEnd), StatusCode::kOk);
+  EXPECT_EQ(next.servers[0]->Serve().code(), StatusCode::kFailedPrecondition);
+  EXPECT_EQ(send(0, 1, 9, ReplicateKind::kCopyEnd), StatusCode::kOk);
+  EXPECT_TRUE(next.servers[0]->Serve().ok());
+}
+
 TEST(RowTransferTest, TheOldServersAnswerAgainWhereTheNewOnesAreGivenUp) {
   Fleet before(2);
   before.Configure();

@@ -124,6 +124,30 @@ TEST(LookupPlanTest, RandomBatchesAreCompleteAndConsistent) {
   }
 }
 
+TEST(LookupPlanTest, ReroutedIsThePlanForTheOtherNumberOfServers) {
+  const SlotTable slots = MakeSlots(MixedSlots());
+  std::mt19937 rng(29);
+  for (int i = 0; i < 20; ++i) {
+    const TestBatch random = RandomBatch(rng, 30);
+    LookupPlan plan = LookupPlanner().Make(MakeBatch(random, slots), slots, 2);
+    for (const uint32_t num_servers : {3u, 5u, 2u, 1u, 4u}) {
+      Reroute(num_servers, &plan);
+      const LookupPlan wanted = LookupPlanner().Make(MakeBatch(random, slots), slots, num_servers);
+      ASSERT_EQ(plan.requests.size(), num_servers);
+      EXPECT_EQ(plan.server_of, wanted.server_of);
+      for (uint32_t server = 0; server < num_servers; ++server) {
+        const ServerBlocks &found = plan.requests[server], &other = wanted.requests[server];
+        EXPECT_EQ(found.signs, other.signs);
+        ASSERT_EQ(found.blocks.size(), other.blocks.size());
+        for (size_t block = 0; block < found.blocks.size(); ++block) {
+          EXPECT_EQ(found.blocks[block].dim, other.blocks[block].dim);
+          EXPECT_EQ(found.blocks[block].num_signs, other.blocks[block].num_signs);
+        }
+      }
+    }
+  }
+}
+
 TEST(LookupPlanTest, LocatesTheRowOfEverySign) {
   const SlotTable slots = MakeSlots(MixedSlots());
   std::mt19937 rng(4);
