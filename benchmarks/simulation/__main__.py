@@ -69,7 +69,7 @@ def _undisturbed() -> int:
 @click.option("--processes", default=2, help="How many run at a time.", show_default=True)
 def main(seeds: int, first: int, seed: int | None, trace: bool, processes: int) -> None:
     if not PATH.exists():
-        raise click.ClickException("build/native has no library of the simulation: ./run simulate builds it")
+        raise click.ClickException("there is no library of the simulation: ./run simulate builds it")
     if seed is not None:
         library = Library()
         outcome = run_seed(library, seed, expected=undisturbed(library), trace=trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 from persia import errors
 
 _ROOT = Path(__file__).resolve().parents[2]
-PATH = _ROOT / "build" / "native" / "simulation" / "libpersia_simulation.so"
+_FOLDER = _ROOT / "build" / f"cmake-{sys.implementation.cache_tag}"
+PATH = _FOLDER / "simulation" / "libpersia_simulation.so"
 _MAX_TEXT = 2048
 
 _P, _I32, _U32, _I64, _U64 = (

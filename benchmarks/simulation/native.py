@@ -153,7 +153,13 @@ class RemoteClient:
         self.kernel.call(lambda p: self.library.client_configure(p, self.handle, timeout_s))
 
     def lookup(
-        self, reference: BatchReference, *, requires_grad: bool, timeout_s: float, slots: int
+        self,
+        reference: BatchReference,
+        *,
+        requires_grad: bool,
+        timeout_s: float,
+        slots: int,
+        as_rows: bool = False,
     ) -> LookupResult:
         key = (reference.worker_index, reference.worker_incarnation, reference.reference)
         return LookupResult(
@@ -169,6 +175,7 @@ class RemoteClient:
         timeout_s: float,
         slots: int = 0,
         original: BatchReference | None = None,
+        as_rows: bool = False,
     ) -> LookupResult:
         ids = bytes(id_features)
         first = (0, 0, 0)
