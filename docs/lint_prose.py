@@ -37,6 +37,7 @@ REPLACED = {
     r"\bgo(?:es)? on\b": "continue",
     r"\bwhat is (?:not )?there\b": "the subject, by name",
     r"\bgiven up\b": "released (a batch), cancelled",
+    r"(?<![\w/])[a-z_]+\.md\b": "the title of the page",
 }
 # Headings that are questions, clauses or riddles; any other with a finite verb of this list.
 RIDDLE = re.compile(

@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def _helps(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
     """The help of a command and of its subcommands, as a terminal shows it."""
-    context = click.Context(command, parent, name, terminal_width=80)
+    context = click.Context(command, parent, name, terminal_width=80, **command.context_settings)
     depth = context.command_path.count(" ")
     yield f"{'#' * (depth + 2)} {context.command_path}\n\n```text\n{command.get_help(context)}\n```"
     if isinstance(command, click.Group):

@@ -369,7 +369,8 @@ class ParameterServer:
         tier: TierOptions | None = None,
         row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
         standby_deadline_s: float = 0.0,  # not 0: a standby may be attached
-        is_standby: bool = False,  # refuses everything until take_over()
+        is_standby: bool = False,
+        num_sources: int = 0,  # refuses everything until take_over()
     ) -> None: ...
     # FailedPreconditionError: it has one, or a dump is under way
     def attach_standby(self, address: str, incarnation: int) -> None: ...
@@ -388,6 +389,23 @@ class ParameterServer:
     def standby_failure(self) -> str: ...  # why it is unfit
     @property
     def has_copy(self) -> bool: ...  # all rows of its primary
+    # The old server's end of a change of the number of servers (ADR 34), then the new one's.
+    def begin_transfer(
+        self,
+        targets: Sequence[tuple[str, int]],  # address and incarnation, by index
+        *,
+        max_processors: float,  # 0: no limit
+        deadline_s: float,
+    ) -> None: ...
+    def hand_over(self) -> None: ...
+    def resume(self) -> None: ...
+    @property
+    def transfer(self) -> dict[str, Any] | None: ...  # its progress
+    @property
+    def transfer_refusal(self) -> str: ...  # why there can be none; empty if there can
+    @property
+    def has_handed_over(self) -> bool: ...
+    def serve(self) -> None: ...
     @property
     def silent_for_s(self) -> float: ...  # since the last message of its primary
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
@@ -415,6 +433,7 @@ class EmbeddingWorker:
         num_handler_threads: int = 4,
     ) -> None: ...
     def set_server(self, index: int, address: str) -> None: ...
+    def replace_servers(self, addresses: Sequence[str]) -> None: ...  # by index
     def start(self, host: str, port: int) -> int: ...
     def stop(self, timeout_s: float = 10.0) -> None: ...
     def register_batch(

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import kubernetes_validate
 import yaml
 from persia_k8s.job import JobSpec
 from persia_k8s.schema import parse
@@ -36,6 +37,7 @@ PROGRAMS = {"persia-launcher": cli}
 FOLDERS = ("benchmarks", "docs", "examples", "k8s", "monitoring", "native", "persia", "tests")
 INSTALLERS = {"apt-get", "pip"}
 SERVERS_OF_A_JOB = {"embeddingParameterServer": {"replicas": 1}, "embeddingWorker": {"replicas": 1}}
+KUBERNETES = "1.29"  # whose schemas objects in the pages must meet
 SEPARATORS = {"&&", "||", "|", ";", ">", ">>", "&"}
 
 
@@ -95,6 +97,8 @@ def blocks(page: str) -> Iterator[Block]:
 
 def check(block: Block) -> None:
     """Checks a block that does not run. An error says what is wrong with it."""
+    for test in re.findall(r"tests/[\w/]+\.py", block.mark):
+        assert (REPOSITORY / test).is_file(), f"{block.place}: there is no {test}"
     checks: dict[str, Callable[[Block], None]] = {
         "python": lambda block: exec_code(block, None),
         "sh": _check_shell,
@@ -106,7 +110,9 @@ def check(block: Block) -> None:
 
 
 def check_config(block: Block) -> None:
-    """A YAML block is a configuration file, a feature spec, a part of a PersiaJob, or is marked."""
+    """A YAML block is a configuration file, a feature spec, a part of a PersiaJob or of a pod, an object of
+    Kubernetes, or is marked.
+    """
     settings = yaml.safe_load(block.text)
     job = settings.get("spec", settings)
     if settings.keys() <= SlotsConfig.model_fields.keys():
@@ -120,6 +126,12 @@ def check_config(block: Block) -> None:
             FeatureSpec.load(file)
     elif job.keys() <= {field.alias for field in JobSpec.model_fields.values()}:
         parse(JobSpec, SERVERS_OF_A_JOB | job, "spec")
+    elif settings.keys() <= {"readinessProbe", "livenessProbe"}:
+        container = {"name": "one", "image": "one"} | settings
+        meta = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}}
+        kubernetes_validate.validate(meta | {"spec": {"containers": [container]}}, KUBERNETES, strict=True)
+    elif {"apiVersion", "kind"} <= settings.keys():
+        kubernetes_validate.validate(settings, KUBERNETES, strict=True)
     else:
         raise AssertionError(f"{[*settings]} is of no known kind: mark the block as not run, with a reason")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import json
 import os
@@ -117,6 +118,20 @@ def _(stage: Stage) -> Iterator[None]:
     expected = model([ages], [rows]).detach().numpy()
     np.testing.assert_allclose(stage.names["probabilities"], expected, rtol=1e-6)
     stage.names["client"].close()
+
+
+@around("criteo.md", "preprocess 'raw/day_?.gz'")
+def _(stage: Stage) -> Iterator[None]:
+    """A log of 24 days, with one record each; `--output` is in the folder of the page."""
+    (stage.folder / "raw").mkdir()
+    record = "\t".join(["1", *["5"] * 13, *["68fd1e64"] * 26]) + "\n"
+    for day in range(24):
+        with gzip.open(stage.folder / "raw" / f"day_{day}.gz", "wt") as file:
+            file.write(record)
+    stage.replaced = {"/data/criteo": "criteo", "pip install": ": install"}
+    yield
+    assert (stage.folder / "criteo" / "feature_spec.yaml").is_file()
+    stage.replaced = {}
 
 
 @around("security.md", "http://ADDRESS/metrics")

@@ -20,7 +20,19 @@ from benchmarks.job_scripts import SCRIPTS, SLOTS
 from persia.rows.comparison import compare
 from persia.rows.reader import RowReader
 
-__all__ = ["ROLES", "Kill", "Outcome", "Settings", "alone", "differences", "run", "trained_by", "undisturbed"]
+__all__ = [
+    "ROLES",
+    "Kill",
+    "Outcome",
+    "Settings",
+    "alone",
+    "descendants",
+    "differences",
+    "run",
+    "started",
+    "trained_by",
+    "undisturbed",
+]
 
 ROLES = ("rank", "parameter server", "embedding worker", "data loader", "nats")
 # What tells a process of a role among the descendants of the launcher, by its command line.
@@ -74,11 +86,8 @@ class Outcome:
 
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
-    _write_slots(folder)
-    servers = {"embedding_parameter_server_config": {"standbys": settings.standbys}}
-    (folder / "global.yml").write_text(yaml.safe_dump(servers))
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
-    with _started(folder, settings, len(kills)) as process:
+    with started(folder, settings, len(kills)) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
@@ -139,8 +148,11 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
 
 
 @contextlib.contextmanager
-def _started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[subprocess.Popen[str]]:
+def started(folder: Path, settings: Settings, max_restarts: int) -> Iterator[subprocess.Popen[str]]:
     """The launcher, which is stopped at the deadline."""
+    _write_slots(folder)
+    servers = {"embedding_parameter_server_config": {"standbys": settings.standbys}}
+    (folder / "global.yml").write_text(yaml.safe_dump(servers))
     with subprocess.Popen(
         _command(folder, settings, max_restarts),
         env={**os.environ, **ENVIRONMENT, "PERSIA_JOB_NAME": f"chaos-{os.getpid()}"},
@@ -188,7 +200,7 @@ def trained_by(path: Path) -> tuple[list[int], int]:
 
 def _kill(launcher: int, kill: Kill) -> bool:
     """False: no process of the role runs now, as a loader that has sent everything."""
-    found = [pid for pid, command in _descendants(launcher) if _PATTERNS[kill.role].search(command)]
+    found = [pid for pid, command in descendants(launcher) if _PATTERNS[kill.role].search(command)]
     if not found:
         return False
     with contextlib.suppress(ProcessLookupError):
@@ -198,7 +210,7 @@ def _kill(launcher: int, kill: Kill) -> bool:
     return False
 
 
-def _descendants(pid: int) -> Iterator[tuple[int, str]]:
+def descendants(pid: int) -> Iterator[tuple[int, str]]:
     """The processes below `pid` with their command lines."""
     children = ""
     with contextlib.suppress(OSError):  # ended meanwhile
@@ -208,4 +220,4 @@ def _descendants(pid: int) -> Iterator[tuple[int, str]]:
         with contextlib.suppress(OSError):
             command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             yield child, command
-        yield from _descendants(child)
+        yield from descendants(child)

@@ -41,8 +41,8 @@ from settings import Settings, SettingsError
 HERE = Path(__file__).resolve().parent
 RUN_DEADLINE_S = 900.0  # Far above the usual minute; a job that hangs must still end.
 STEP = re.compile(r".*\| step (?P<step>\d+)/(?P<steps>\d+)  (?P<text>loss .*)")
-# What the broker always says at its start; the demo's log has it.
-BROKER_CHATTER = re.compile(r".*nats\.1 *\| .*\[(INF|WRN)\] .*")
+# What a start always says, and no reader of the demo needs; its log has it.
+CHATTER = re.compile(r".*(nats\.1 *\| .*\[(INF|WRN)\] |\| .* audit: ).*")
 PROCESSES = (
     "a broker, two parameter servers, an embedding worker, a data loader, and the training script (Procfile)"
 )
@@ -165,7 +165,7 @@ def shown(log: Path) -> Iterator[Callable[[str], None]]:
         def show(line: str) -> None:
             print(line, file=file, flush=True)
             if bar is None or task is None:
-                if not BROKER_CHATTER.fullmatch(line):
+                if not CHATTER.fullmatch(line):
                     print(line, flush=True)
             elif match := STEP.fullmatch(line):
                 steps = int(match["steps"])

@@ -91,6 +91,10 @@ class CheckpointService:
         return job.report()
 
     @property
+    def is_busy(self) -> bool:
+        return self._running() is not None
+
+    @property
     def is_loading(self) -> bool:
         return isinstance(self._running(), LoadJob)
 

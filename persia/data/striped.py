@@ -48,7 +48,7 @@ class StripedBatches:
         requires_grad: of the batches; False for an evaluation.
         first: how many batches of this stripe to leave out, such as `DataCtx.resume` returns.
 
-    Example:
+    Examples:
         >>> share, first = (ctx.replica_index, ctx.replica_size), ctx.resume()
         >>> for batch in StripedBatches(SplitBinaryBatches("criteo"), *share, first=first):
         ...     ctx.send_data(batch)

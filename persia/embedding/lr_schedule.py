@@ -30,7 +30,7 @@ class LRSchedule:
         optimizer: whose rate follows; its rate now is the scheduler's base rate.
         make: makes the scheduler for the `torch.optim.Optimizer` that it is given.
 
-    Example:
+    Examples:
         >>> schedule = LRSchedule(optimizer, lambda o: torch.optim.lr_scheduler.LinearLR(o, total_iters=1000))
         >>> for batch in loader:
         ...     ctx.backward(loss_fn(*ctx.forward(batch)))

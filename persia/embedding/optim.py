@@ -105,7 +105,7 @@ class Optimizer:
         rate of rank 0 counts. Batches whose gradients are under way may be applied with either rate.
 
         Args:
-            lr: >= 0; at 0 only momentum and moments still change.
+            lr: at least 0; at 0 only momentum and moments still change.
         """
         # Set first, as the engine checks all settings together; undone when it refuses.
         before, self.lr = self.lr, checked_number("lr", lr)
@@ -153,7 +153,7 @@ class SGD(Optimizer):
     Args:
         lr: learning rate, > 0.
         momentum: in [0, 1); not 0 keeps one more float per element.
-        weight_decay: >= 0.
+        weight_decay: at least 0.
         dampening: in [0, 1), for the momentum; a row's first step is not dampened.
         nesterov: Nesterov's momentum; needs a momentum and no dampening.
     """
@@ -172,11 +172,11 @@ class Adagrad(Optimizer):
 
     Args:
         lr: learning rate, > 0.
-        initial_accumulator_value: >= 0.
+        initial_accumulator_value: at least 0.
         weight_decay: L2, >= 0.
         g_square_momentum: the accumulator is multiplied by it before each step; 1 is Adagrad, below 1
             forgets.
-        eps: > 0.
+        eps: above 0.
         vectorwise_shared: one accumulator a row, fed with the mean of the squared gradient (row-wise
             Adagrad).
     """
@@ -209,7 +209,7 @@ class Adam(Optimizer):
         lr: learning rate, > 0.
         betas: decay of the two moments, each in [0, 1).
         weight_decay: L2, >= 0.
-        eps: > 0.
+        eps: above 0.
     """
 
     name = "adam"
@@ -228,7 +228,7 @@ class AdamW(Adam):
         lr: learning rate, > 0.
         betas: decay of the two moments, each in [0, 1).
         weight_decay: decoupled, >= 0.
-        eps: > 0.
+        eps: above 0.
     """
 
     name = "adamw"
@@ -243,7 +243,7 @@ class Adamax(Adam):
         lr: learning rate, > 0.
         betas: decay of the first moment and of the largest gradient, each in [0, 1).
         weight_decay: L2, >= 0.
-        eps: > 0.
+        eps: above 0.
     """
 
     name = "adamax"
@@ -257,7 +257,7 @@ class RMSprop(Optimizer):
     Args:
         lr: learning rate, > 0.
         alpha: decay of the mean of squared gradients, in [0, 1).
-        eps: > 0, outside the square root.
+        eps: above 0, outside the square root.
         weight_decay: L2, >= 0.
         momentum: in [0, 1); not 0 keeps one more float per element.
         centered: divides by an estimate of the standard deviation instead; one more float per element.
@@ -279,7 +279,7 @@ class Adadelta(Optimizer):
     Args:
         lr: learning rate, > 0; the paper's is 1.
         rho: decay of the means of squared gradients and steps, in [0, 1).
-        eps: > 0, inside the square roots.
+        eps: above 0, inside the square roots.
         weight_decay: L2, >= 0.
     """
 
@@ -300,8 +300,8 @@ class FTRL(Optimizer):
 
     Args:
         lr: the paper's alpha, > 0.
-        l1: >= 0.
-        l2: >= 0.
+        l1: at least 0.
+        l2: at least 0.
         beta: the paper's beta, >= 0.
         initial_accumulator_value: of the sum of squared gradients, >= 0; not 0 together with beta.
     """

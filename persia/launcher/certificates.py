@@ -6,11 +6,11 @@ from pathlib import Path
 
 import click
 
-from persia.launcher.options import COUNT, option
+from persia.launcher.options import COUNT, Group, option
 from persia.launcher.secret import ROLES
 
 
-@click.group("certificates")
+@click.group("certificates", cls=Group)
 def command() -> None:
     """Certificates that encrypt the job's connections (PERSIA_TLS_DIR)."""
 

@@ -18,7 +18,7 @@ from persia.errors import (
     NotFoundError,
     ResourceExhaustedError,
 )
-from persia.launcher.options import job_options, job_session, option, sign_key, verify_key
+from persia.launcher.options import Group, job_options, job_session, option, sign_key, verify_key
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,7 +36,7 @@ _PASSING = (FailedPreconditionError, ResourceExhaustedError, DeadlineExceededErr
 _as_json = option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")
 
 
-@click.group("checkpoint")
+@click.group("checkpoint", cls=Group)
 def command() -> None:
     """Look into checkpoints: what is in them, are they whole, what has changed, export of rows. `dump` and
     `load` write and read the rows of a running job; `remove` removes a checkpoint.

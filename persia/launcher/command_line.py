@@ -12,36 +12,46 @@ from typing import Any
 
 import click
 
-from persia import env
+from persia import __version__, env
 from persia.errors import PersiaError
+from persia.launcher import options
 
 # In the order in which a newcomer needs them.
-_SUBCOMMANDS = {
-    "init": "init.command",
-    "preprocess": "preprocess.command",
-    "local": "local.command",
-    "slurm": "slurm.command",
-    "plan": "plan.command",
-    "nats-server": "nats_server.command",
-    "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
-    "embedding-worker": "embedding_servers.embedding_worker",
-    "data-loader": "data_loader.command",
-    "nn-worker": "nn_worker.command",
-    "status": "status.command",
-    "doctor": "doctor.command",
-    "trace": "trace.command",
-    "checkpoint": "checkpoint.command",
-    "signing-key": "signing_key.command",
-    "secret": "secret.command",
-    "certificates": "certificates.command",
-    "serve": "serve.command",
-    "evaluate": "evaluate.command",
-    "torchserve-archive": "torchserve_archive.command",
-    "export": "export.command",
+_SECTIONS = {
+    "Begin": {"init": "init.command", "preprocess": "preprocess.command", "plan": "plan.command"},
+    "Run a whole job": {"local": "local.command", "slurm": "slurm.command"},
+    "Run one process of a job": {
+        "nats-server": "nats_server.command",
+        "embedding-parameter-server": "embedding_servers.embedding_parameter_server",
+        "embedding-worker": "embedding_servers.embedding_worker",
+        "data-loader": "data_loader.command",
+        "nn-worker": "nn_worker.command",
+    },
+    "Watch a job, and change it": {
+        "status": "status.command",
+        "trace": "trace.command",
+        "resize": "resize.command",
+        "doctor": "doctor.command",
+    },
+    "Use what it has trained": {
+        "checkpoint": "checkpoint.command",
+        "export": "export.command",
+        "serve": "serve.command",
+        "evaluate": "evaluate.command",
+        "torchserve-archive": "torchserve_archive.command",
+    },
+    "Keys": {
+        "secret": "secret.command",
+        "certificates": "certificates.command",
+        "signing-key": "signing_key.command",
+    },
 }
+_SUBCOMMANDS = {name: target for section in _SECTIONS.values() for name, target in section.items()}
 
 
-class _Launcher(click.Group):
+class _Launcher(options.Group):
+    sections = _SECTIONS
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_SUBCOMMANDS)
 
@@ -66,39 +76,26 @@ class _Launcher(click.Group):
 
 
 @click.group(cls=_Launcher, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
 def cli() -> None:
-    """Start the processes of a persia job.
+    """Start, watch and use jobs of persia. `persia-launcher COMMAND --help` explains a command.
 
     \b
     A job to start from, for your own Parquet file:
       persia-launcher init my_job --parquet clicks.parquet
 
     \b
-    What a job will need, before it runs:
-      persia-launcher plan --feature-spec data/ --hosts hosts.yaml
+    A whole job on this machine:
+      persia-launcher local --nn-worker my_job/train.py --data-loader my_job/data_loader.py \\
+          --embedding-config my_job/embedding_config.yml --parameter-servers 2
 
     \b
-    A whole job on this machine, in one command:
-      persia-launcher local --data-loader data_loader.py --nn-worker train.py \\
-          --embedding-config embedding_config.yml --global-config global_config.yml
-
-    \b
-    Or each process by itself, on one machine or on many, in any order. All need PERSIA_NATS_URL:
+    The same, process by process, on one machine or many, in any order. All need PERSIA_NATS_URL:
       persia-launcher nats-server
-      persia-launcher embedding-parameter-server --embedding-config ... --global-config ...
-      persia-launcher embedding-worker --embedding-config ... --global-config ...
+      persia-launcher embedding-parameter-server --embedding-config embedding_config.yml
+      persia-launcher embedding-worker --embedding-config embedding_config.yml
       persia-launcher data-loader data_loader.py
       persia-launcher nn-worker train.py
-
-    \b
-    And look at a job that runs:
-      persia-launcher status       # rates, queues, staleness, memory; --once, --json
-      persia-launcher trace        # the phases of some batches; --summary, or for ui.perfetto.dev
-      persia-launcher doctor       # what is wrong with this machine or the settings
-
-    \b
-    And use what it has trained:
-      persia-launcher serve model/ --embedding-config ...    # predictions over gRPC
 
     Jobs that share a NATS server need different names: PERSIA_JOB_NAME.
     """

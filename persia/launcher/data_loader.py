@@ -24,7 +24,11 @@ from persia.launcher.script import PASS_THROUGH, become, script_and_arguments, s
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[FILEPATH] [SCRIPT_ARGS]...")
 def command(replica_index: int, replica_size: int, linger: bool, words: tuple[str, ...]) -> None:
-    """Run the data loading script FILEPATH (or PERSIA_DATALOADER_ENTRY) with SCRIPT_ARGS."""
+    """Run the data loading script FILEPATH (or PERSIA_DATALOADER_ENTRY) with SCRIPT_ARGS.
+
+    Start --replica-size of them, each with its own --replica-index. The script sends its share of the
+    batches through a DataCtx, which has both numbers.
+    """
     script, arguments = script_and_arguments(words, env.data_loader_entry(), "PERSIA_DATALOADER_ENTRY")
     env.require_nats_url()  # the script would say so too, but late and with a traceback
     if replica_index >= replica_size:

@@ -195,7 +195,8 @@ def _nats(settings: Settings) -> Iterator[Finding]:
     if settings.nats_url is None:
         yield _warn(
             "PERSIA_NATS_URL is not set",
-            "only `persia-launcher local` does without; start `persia-launcher nats-server` and name it",
+            "scripts in one process and `persia-launcher local` need none; for other jobs, start "
+            "`persia-launcher nats-server` and name it",
         )
         return
     with contextlib.ExitStack() as stack:

@@ -47,6 +47,8 @@ def _server_options(*, default_port: int, embedding_config_required: bool) -> Ca
     "when it dies.",
 )
 @options.verify_key
+@option("--generation", type=click.IntRange(min=0), default=0, hidden=True)  # of persia-launcher resize
+@option("--sources", type=click.IntRange(min=0), default=0, hidden=True)
 @option(
     "--pmem",
     metavar="PATH",

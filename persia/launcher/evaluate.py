@@ -29,7 +29,7 @@ _common = options.all_of(
 )
 
 
-@click.group("evaluate")
+@click.group("evaluate", cls=options.Group)
 def command() -> None:
     """Measure a model that `persia-launcher serve` serves, on a data set or on logged requests.
 

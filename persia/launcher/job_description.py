@@ -70,8 +70,8 @@ description_options = all_of(
         default=1,
         help="Embedding parameter servers, each holding a share of the rows.",
     ),
-    option("--embedding-workers", type=COUNT, default=1),
-    option("--data-loaders", type=COUNT, default=1),
+    option("--embedding-workers", type=COUNT, default=1, help="Processes that look up and pool embeddings."),
+    option("--data-loaders", type=COUNT, default=1, help="Processes that run the data loading script."),
     option("--nproc-per-node", type=COUNT, default=1, help="Ranks of the training script on a machine."),
     option(
         "--loader-args",

@@ -11,14 +11,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from persia.env import get_deadline_s
 from persia.launcher import options
 from persia.launcher.job_description import JobDescription, description_options
 from persia.launcher.nats_server import NATS, start_local_nats
@@ -27,6 +27,9 @@ from persia.launcher.process_specs import ProcessSpecs, job_environment
 from persia.launcher.restarts import Restarts, how_it_ended, partner_of, restarts_alone
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+
+if TYPE_CHECKING:
+    from persia.launcher.resizing import Resizer
 
 _COLORS = ("cyan", "yellow", "green", "magenta", "blue", "bright_cyan", "bright_yellow", "bright_magenta")
 _NUM_SHOWN_LINES = 40  # a traceback, and what other ranks say when they are ended for it
@@ -70,6 +73,10 @@ class LocalJob(JobDescription):
 def command(**given: Any) -> None:
     """Run a whole job on this machine: NATS, servers, data loaders and training, on free ports.
 
+    \b
+      persia-launcher local --nn-worker train.py --data-loader data_loader.py \\
+          --embedding-config embedding_config.yml --parameter-servers 2 -- --epochs 3
+
     Ends when the training script has ended, with its exit code. When any process fails more often than
     --max-restarts allows, or on Ctrl-C, all of them are stopped. SCRIPT_ARGS, best after --, go to the
     training script.
@@ -101,9 +108,14 @@ def _run(job: LocalJob) -> int:
     # One for all processes: lines of two processes must not mix.
     printer = _Printer()
     try:
-        with tempfile.TemporaryDirectory(prefix="persia-") as folder, Supervisor(printer) as supervisor:
+        with (
+            tempfile.TemporaryDirectory(prefix="persia-") as folder,
+            Supervisor(printer) as supervisor,
+            contextlib.ExitStack() as stack,
+        ):
             try:
-                failed = _supervise(supervisor, _start(job, supervisor, Path(folder)), job.max_restarts)
+                processes = _start(job, supervisor, Path(folder), stack)
+                failed = _supervise(supervisor, processes, job.max_restarts)
             except _Stopped:
                 click.secho("stopping ...", err=True)  # leaving the supervisor takes a moment
                 raise
@@ -120,8 +132,23 @@ def _stop(number: int, _frame: object) -> None:
     raise _Stopped(number)
 
 
-def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> list[ProcessSpec]:
-    """Starts NATS; returns the other processes, in the order of their start."""
+@dataclass(frozen=True)
+class _Processes:
+    """What a job consists of, but for NATS."""
+
+    servers: Resizer  # its parameter servers, whose number may change
+    others: list[ProcessSpec]
+
+    def specs(self) -> list[ProcessSpec]:
+        """In the order of their start."""
+        return [*self.servers.specs(), *self.others]
+
+
+def _start(job: LocalJob, supervisor: Supervisor, folder: Path, stack: contextlib.ExitStack) -> _Processes:
+    """Starts NATS; returns the other processes. On `stack`: what ends before them."""
+    from persia.launcher.resizing import Resizer, ResizeService  # not for --help
+    from persia.messaging.session import NatsSession
+
     nats_url = job.nats_url or start_local_nats(supervisor, folder)
     watched_as = f"PERSIA_NATS_URL={nats_url} PERSIA_JOB_NAME={job.job_name}"
     click.secho(f"watch it: {watched_as} persia-launcher status", err=True)
@@ -129,9 +156,8 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> list[ProcessS
     extra = {"PERSIA_EMBEDDING_CONFIG": str(Path(job.embedding_config).resolve())}
     env = job_environment(nats_url=nats_url, job_name=job.job_name, extra=extra)
     specs = ProcessSpecs(env=env, global_config=job.global_config, embedding_config=job.embedding_config)
-    servers = {EMBEDDING_PARAMETER_SERVER: job.parameter_servers, EMBEDDING_WORKER: job.embedding_workers}
     made = [
-        specs.server(role, index, replicas) for role, replicas in servers.items() for index in range(replicas)
+        specs.server(EMBEDDING_WORKER, index, job.embedding_workers) for index in range(job.embedding_workers)
     ]
     if job.has_standbys:
         role, replicas = EMBEDDING_PARAMETER_SERVER, job.parameter_servers
@@ -139,20 +165,25 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path) -> list[ProcessS
     if job.data_loader is not None:
         for index in range(job.data_loaders):
             made.append(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
-    return [*made, specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {})]
+    made.append(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
+    session = stack.enter_context(NatsSession(nats_url, job.job_name, name="launcher"))
+    session.connect(get_deadline_s())
+    servers = Resizer(supervisor, session, specs, job.parameter_servers)
+    stack.callback(ResizeService(servers, session, _tell).close)
+    return _Processes(servers, made)
 
 
-def _supervise(
-    supervisor: Supervisor, specs: Sequence[ProcessSpec], max_restarts: int
-) -> ManagedProcess | None:
+def _supervise(supervisor: Supervisor, processes: _Processes, max_restarts: int) -> ManagedProcess | None:
     """Runs the processes until training has ended; returns the one that failed for good, if one did."""
     restarts = Restarts(max_restarts)
-    for spec in specs:
+    for spec in processes.specs():
         supervisor.start(spec)
-    while (failed := _await_end(supervisor, restarts)) is not None and not restarts.exhausted:
+    servers = processes.servers
+    while (failed := _await_end(supervisor, restarts, servers)) is not None and not restarts.exhausted:
         # At once, as a crash would: what the others still do is lost anyway, and must not meet what follows.
-        supervisor.kill([spec.name for spec in specs])
-        restarts.add(failed, specs, _tell)
+        supervisor.kill([process.name for process in supervisor.processes if process.name != NATS])
+        servers.cancel()
+        restarts.add(failed, processes.specs(), _tell)
     if restarts.count:
         click.secho(restarts.summary(), err=True)
     return failed
@@ -162,7 +193,7 @@ def _tell(text: str) -> None:
     click.secho(text, fg="yellow", err=True)
 
 
-def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | None:
+def _await_end(supervisor: Supervisor, restarts: Restarts, servers: Resizer) -> ManagedProcess | None:
     """Restarts what is due, and what may be restarted alone, until training has ended.
 
     Returns the process that failed otherwise, if one did.
@@ -174,6 +205,8 @@ def _await_end(supervisor: Supervisor, restarts: Restarts) -> ManagedProcess | N
         ended = supervisor.next_ended(min(_WAIT_S, restarts.next_due_s))
         # One of those that were restarted together, or will be.
         if ended is None or ended not in supervisor.processes or restarts.is_waiting(ended.name):
+            continue
+        if servers.is_expendable(ended.name):  # of a change of their number
             continue
         others = {process.name: process for process in supervisor.processes}
         partner = others.get(partner_of(ended.name))

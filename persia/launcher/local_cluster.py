@@ -24,6 +24,7 @@ from persia.config import (
 from persia.errors import ConfigError, DeadlineExceededError, NotFoundError, UnavailableError
 from persia.launcher.nats_server import start_local_nats
 from persia.launcher.process_specs import ProcessSpecs, job_environment
+from persia.launcher.resizing import Resizer, ResizeState
 from persia.launcher.supervisor import ManagedProcess, Supervisor
 from persia.messaging.discovery import Directory
 from persia.messaging.session import NatsSession
@@ -169,6 +170,13 @@ class LocalCluster:
         self._num_replicas[EMBEDDING_WORKER] = index + 1
         self._await_ready(EMBEDDING_WORKER, pid=process.pid, index=index)
 
+    def resize(self, parameter_servers: int) -> ResizeState:
+        """Changes the number of parameter servers while the job trains; returns when it has changed.
+
+        The processes have other names then, such as "embedding-parameter-server-0-of-3".
+        """
+        return self._resizer.resize(parameter_servers)
+
     def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
         """Waits until `process` has ended and returns its exit code.
 
@@ -220,6 +228,8 @@ class LocalCluster:
         self._session.connect(self._start_deadline_s)
         for (role, index), process in servers.items():
             self._await_ready(role, pid=process.pid, index=index)
+        num_servers = self._num_replicas[EMBEDDING_PARAMETER_SERVER]
+        self._resizer = Resizer(self._supervisor, self._session, self._specs, num_servers)
 
     def _make_specs(self, folder: Path) -> ProcessSpecs:
         files = {}

@@ -46,6 +46,11 @@ def command(
     """Run the training script FILEPATH (or PERSIA_NN_WORKER_ENTRY) with SCRIPT_ARGS.
 
     One rank runs in this process. More run under torchrun: when one fails, all end, with its error.
+
+    \b
+    Two machines with eight GPUs each:
+      persia-launcher nn-worker --nnodes 2 --node-rank 0 --master-addr HOST0 --nproc-per-node 8 train.py
+      persia-launcher nn-worker --nnodes 2 --node-rank 1 --master-addr HOST0 --nproc-per-node 8 train.py
     """
     script, arguments = script_and_arguments(words, env.nn_worker_entry(), "PERSIA_NN_WORKER_ENTRY")
     env.require_nats_url()  # the script would say so too, but late and with a traceback

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -20,6 +21,27 @@ _Decorator = Callable[[_F], _F]
 
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
+
+
+class Group(click.Group):
+    """A command group whose help has whole summaries, and which suggests a command for a misspelt one."""
+
+    sections: Mapping[str, Iterable[str]] = {}
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        near = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+        if near and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"No such command {args[0]!r}: did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, names in (self.sections or {"Commands": self.list_commands(ctx)}).items():
+            with formatter.section(title):
+                # click would cut summaries after 45 characters.
+                commands = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl([(name, one.get_short_help_str(200)) for name, one in commands if one])
 
 
 def option(*names: str, variable: str | None = None, **settings: Any) -> _Decorator[Any]:

@@ -42,10 +42,22 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
 @option("--batch-size", type=click.IntRange(1, 65535), default=32768, help="Samples of one rank's batch.")
 @option("--dim", type=click.IntRange(1, 65536), default=128, help="Elements of an embedding.")
 @option("--optimizer", default="sgd", metavar="NAME", help="Of the embeddings, as in embedding_config.yml.")
-@option("--row-dtype", type=click.Choice(["float32", "float16", "bfloat16"]), default="float32")
+@option(
+    "--row-dtype",
+    type=click.Choice(["float32", "float16", "bfloat16"]),
+    default="float32",
+    help="Of the rows in memory.",
+)
 @option("--model", type=click.Choice(["dlrm", "dcnv2"]), default="dlrm", help="The dense part.")
-@option("--bottom-mlp-sizes", default="512,256,128", callback=_sizes, help="The last one becomes --dim.")
-@option("--top-mlp-sizes", default="1024,1024,512,256,1", callback=_sizes)
+@option(
+    "--bottom-mlp-sizes",
+    default="512,256,128",
+    callback=_sizes,
+    help="Layers for the dense features; the last one becomes --dim.",
+)
+@option(
+    "--top-mlp-sizes", default="1024,1024,512,256,1", callback=_sizes, help="Layers after the interaction."
+)
 @option(
     "--sample",
     metavar="DIR",

@@ -21,8 +21,19 @@ if TYPE_CHECKING:
 @click.argument("train", nargs=-1, required=True, metavar="FILE...")
 @option("--output", required=True, type=click.Path(path_type=Path, file_okay=False), help="A new directory.")
 @option("--test", multiple=True, metavar="FILE", help="File or pattern of the test set; repeat for several.")
-@option("--format", "kind", type=click.Choice(["parquet", "split-binary"]), default="split-binary")
-@option("--engine", type=click.Choice(["local", "spark", "ray"]), default="local")
+@option(
+    "--format",
+    "kind",
+    type=click.Choice(["parquet", "split-binary"]),
+    default="split-binary",
+    help="Parquet files, or a file of numbers for each column in NVIDIA's format.",
+)
+@option(
+    "--engine",
+    type=click.Choice(["local", "spark", "ray"]),
+    default="local",
+    help="local: processes of this machine. spark and ray: a cluster, at --address.",
+)
 @option("--workers", type=COUNT, help="Processes of the local engine; default: one a core.")
 @option("--address", help="Of a cluster, spark://HOST:PORT or, of Ray, HOST:PORT; default: this machine.")
 @option("--partitions", type=COUNT, default=1024, help="Tasks, about; the output is the same for any number.")
@@ -43,7 +54,10 @@ if TYPE_CHECKING:
 @option("--block-mib", type=click.FloatRange(min=0.001), default=32.0, help="Text of a block, MiB.")
 @option("--max-bad-records", type=click.IntRange(min=0), default=100, help="To skip before an error.")
 def command(train: tuple[str, ...], test: tuple[str, ...], **flags: Any) -> None:
-    """Transform raw Criteo logs, FILE... for training: day_0 to day_22, plain, .gz or .zst.
+    """Transform raw Criteo logs for training: each FILE is a day, plain, .gz or .zst.
+
+    \b
+      persia-launcher preprocess --output criteo/ --test raw/day_2.gz raw/day_0.gz raw/day_1.gz
 
     \b
     A line is a label, integers and categories, separated by tabs. Missing integers count as 0, missing

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from persia.launcher.options import option
+from persia.launcher.options import Group, option
 
 ROLES = ("job", "trainer", "loader", "worker", "server", "inference", "monitor", "admin")
 
 
-@click.group("secret")
+@click.group("secret", cls=Group)
 def command() -> None:
     """Show and create the secret by which the processes of a job know each other.
 

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
+from persia.launcher.options import Group
 
-@click.group("signing-key")
+
+@click.group("signing-key", cls=Group)
 def command() -> None:
     """Keys that sign checkpoints and packets."""
 

@@ -16,7 +16,9 @@ from persia.launcher.options import job_options, job_session, option
     help="Stop when the NN workers have trained so many more.",
 )
 @option("--seconds", type=click.FloatRange(0.1, 100), default=30, help="Stop after this time in any case.")
-@option("--output", type=click.Path(dir_okay=False), default="trace.json", metavar="FILE")
+@option(
+    "--output", type=click.Path(dir_okay=False), default="trace.json", metavar="FILE", help="File to write."
+)
 @option("--summary", is_flag=True, help="Also print where the time of a batch goes, phase by phase.")
 def command(
     nats_url: str | None, job_name: str, batches: int, seconds: float, output: str, summary: bool

@@ -76,6 +76,8 @@ class ServiceInfo(JsonMessage):
     has_rows: StrictBool = False  # a parameter server that began with the rows of its predecessor
     # Of a parameter server with standbys, 0 of others: the one with the highest is the server of its index.
     term: Count = 0
+    # Of a parameter server: how often their number was changed before it. Those of lower ones have ended.
+    generation: Count = 0
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
@@ -101,7 +103,7 @@ class ServiceInfo(JsonMessage):
 
     def is_outranked_by(self, known: ServiceInfo) -> bool:
         """Whether `known` is the server of this index: this one was replaced, and has woken."""
-        if self.term >= known.term:
+        if (self.generation, self.term) >= (known.generation, known.term):
             return False
         if (self.incarnation, known.incarnation) not in _REPORTED:
             _REPORTED.add((self.incarnation, known.incarnation))
@@ -155,11 +157,12 @@ class Advertiser:
         self._replaces = replaces
         self._session = session
         self._payload = info.encode()
-        self._is_accepted = False
+        self._is_accepted = self._is_silent = False
         self._registrations: list[Registration] = []
 
-    def start(self, on_admitted: Callable[[], object] = lambda: None) -> None:
-        """Advertises the service. `on_admitted` subscribes to its requests. It is called once no other
+    def start(self, on_admitted: Callable[[], object] = lambda: None, *, is_silent: bool = False) -> None:
+        """Advertises the service; one that `is_silent` says that it has joined only by `publish_again`.
+        `on_admitted` subscribes to its requests. It is called once no other
         replica has this index, as a refused one must not answer, and before callers can find the service.
 
         Raises `FailedPreconditionError` when a running replica of the role holds the same index, or disagrees
@@ -174,13 +177,14 @@ class Advertiser:
         except PersiaError:
             self._close_registrations()
             raise
-        self._is_accepted = True
+        self._is_accepted, self._is_silent = True, is_silent
         # What was on its way when the broker went away is lost: peers may have missed the first message.
         self._registrations.append(self._session.on_reconnect(lambda: self._publish(EventKind.JOINED)))
         self._publish(EventKind.JOINED)
 
     def publish_again(self) -> None:
         """Says again that this service has joined, after another one has said so for its index."""
+        self._is_silent = False
         self._publish(EventKind.JOINED)
 
     def outrank(self, other: ServiceInfo) -> None:
@@ -211,6 +215,8 @@ class Advertiser:
             registration.close()
 
     def _publish(self, kind: EventKind, failure: str = "") -> None:
+        if self._is_silent:
+            return
         subject = self._session.subjects.advertise(self.info.role)
         self._session.publish(subject, ServiceEvent(kind, self.info, failure).encode())
 
@@ -227,8 +233,10 @@ class Advertiser:
             if any(answer.incarnation == self.info.incarnation for answer in answers):
                 break
         for other in answers:
-            # The predecessor answers no more.
+            # The predecessor answers no more, nor will those whose rows this one gathers.
             if other.incarnation in (self.info.incarnation, self._replaces):
+                continue
+            if other.generation < self.info.generation:
                 continue
             if other.index == self.info.index:
                 raise FailedPreconditionError(
@@ -311,6 +319,11 @@ class _Search:
 
     def accept(self, info: ServiceInfo) -> bool:
         """Takes an answer; says whether all have answered."""
+        generation = max((known.generation for _, known in self._found.values()), default=0)
+        if info.generation < generation:  # it has handed its rows over, and ends
+            return self._is_complete()
+        if info.generation > generation:
+            self._found.clear()
         known = self._found.get(info.index)
         if known is not None and info.is_outranked_by(known[1]):
             return self._is_complete()
@@ -370,6 +383,7 @@ class _Watch(Registration):
         self._lock = threading.Lock()  # events come from two threads; it also keeps callbacks one at a time
         self._incarnations: dict[int, int] = {}
         self._terms: dict[int, int] = {}
+        self._generation = 0
         subscription = session.subscribe(session.subjects.advertise(role), self._on_event)
         reconnection = session.on_reconnect(lambda: self._ask(session, role))
 
@@ -401,6 +415,9 @@ class _Watch(Registration):
         """False: it comes from a service that was replaced."""
         info = event.info
         with self._lock:
+            if info.generation < self._generation:
+                return False
+            self._generation = info.generation
             if event.kind is EventKind.JOINED:
                 # One that was replaced while it was cut off says that it has joined when it returns.
                 if info.term < self._terms.get(info.index, 0):

@@ -26,6 +26,7 @@ _OF_LOADERS = (_IDS, _BATCHES, _ENDS, _POSITIONS)
 _OF_RANKS = (*_OF_LOADERS, _TAKEN)
 _CHECKPOINTS, _TRAINING_DUMP = f"{_JOB}.checkpoint.*", f"{_JOB}.checkpoint.training"
 _REPLICAS = f"{_JOB}.replica.*.*"
+_RESIZE, _RESIZES = f"{_JOB}.resize", f"{_JOB}.resize.*.*"
 # A replica answers within the deadline of the request; the broker forgets a question after this time.
 _REPLY_WITHIN = "10m"
 
@@ -47,7 +48,7 @@ _PUBLISH: Mapping[str, list[str]] = {
     SERVER: [*_advertise(EMBEDDING_PARAMETER_SERVER), _REPLICAS],
     INFERENCE: _advertise(SERVING),
     MONITOR: [],
-    ADMIN: [_CHECKPOINTS],
+    ADMIN: [_CHECKPOINTS, _RESIZE],
 }
 _SUBSCRIBE: Mapping[str, list[str]] = {
     TRAINER: [*_who(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), *_advertise("*"), *_OF_RANKS, _TRAINING_DUMP],
@@ -58,6 +59,7 @@ _SUBSCRIBE: Mapping[str, list[str]] = {
         *_advertise(EMBEDDING_PARAMETER_SERVER),
         _CHECKPOINTS,
         _REPLICAS,
+        _RESIZES,
     ],
     INFERENCE: _who(SERVING),
     MONITOR: _advertise("*"),  # `persia-launcher status --watch` follows the job

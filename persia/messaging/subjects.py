@@ -71,6 +71,15 @@ class Subjects:
         """One of the processes of a parameter server with standbys, or "all" of them."""
         return f"{self._prefix}.replica.{_checked_index(server_index)}.{incarnation}"
 
+    def resize(self, generation: int, server_index: int) -> str:
+        """A parameter server, of the number of servers before or after a change."""
+        return f"{self._prefix}.resize.{_checked_index(generation)}.{_checked_index(server_index)}"
+
+    @property
+    def resize_job(self) -> str:
+        """Changes of the number of parameter servers, by the process that supervises the job."""
+        return f"{self._prefix}.resize"
+
     @property
     def training_dump(self) -> str:
         """Dumps of dense part and rows, by rank 0."""

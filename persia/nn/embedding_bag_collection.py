@@ -85,7 +85,7 @@ class EmbeddingBagCollection(torch.nn.Module):
         InvalidArgumentError: a value out of its range, a raw slot; the message names it.
         InvalidTypeError: an argument of another class, such as an optimizer of `torch.optim`.
 
-    Example:
+    Examples:
         >>> ebc = EmbeddingBagCollection({"user": 16, "item": 16}, optimizer=Adagrad(lr=1e-2))
         >>> values = torch.tensor([7, 8, 100, 101, 102])  # users 7 and 8; items 100 and 101, 102
         >>> lengths = torch.tensor([[1, 1], [1, 2]])

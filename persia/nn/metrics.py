@@ -51,7 +51,7 @@ class ClickMetrics:
     Raises:
         InvalidArgumentError: a window below 1.
 
-    Example:
+    Examples:
         >>> metrics = ClickMetrics(window=100_000)
         >>> for step, (inputs, labels, users) in enumerate(batches):
         ...     output = model(inputs)

@@ -38,7 +38,7 @@ from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import CallMonitor, HeldBatches, is_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, is_down
 from persia.pipeline.queues import Deadline
 from persia.pipeline.staleness import ALL_SLOTS
 
@@ -196,8 +196,12 @@ class ClusterBackend(EmbeddingBackend):
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
+        self._abandoned = AbandonedBatches(
+            self._seems_gone, lambda batch: self.client.release(batch, timeout_s=_PROBE_S), _PROBE_S
+        )
+        self.abandon = self._abandoned.add
+        self._remote: RemoteClient | None = None  # first: events come from the watch on
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
-        self._remote: RemoteClient | None = None
         try:
             workers = directory.wait_for(EMBEDDING_WORKER, deadline_s, schema=schema)
             self._remote = RemoteClient(len(workers), wire_dtype=env.get_wire_dtype())
@@ -319,6 +323,7 @@ class ClusterBackend(EmbeddingBackend):
         return self._call_any(call).reference
 
     def close(self) -> None:
+        self._abandoned.close()
         self._monitor.close()
         self._watch.close()
 
@@ -329,16 +334,26 @@ class ClusterBackend(EmbeddingBackend):
         index, incarnation = reference.worker_index, reference.worker_incarnation
         if incarnation in self._dead and not self._lives_after_all(incarnation):
             raise UnavailableError(f"embedding worker {index} has died")
-        # A loader may have discovered a new worker before this process has.
-        if index not in self._workers:
+        # A loader may have discovered a new worker, or a successor, before this process has.
+        known = self._workers.get(index)
+        if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
             worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
             if worker is None:
                 raise UnavailableError(
                     f"embedding worker {index} does not answer, which a data loader has used"
                 )
             self._use(worker)
-        with self._monitor.watching(index):
-            return call(reference)
+        while True:
+            num_dropped = self._count_dropped()
+            try:
+                with self._monitor.watching(index):
+                    return call(reference)
+            except UnavailableError:
+                # Given up under the call, and found to live by another thread meanwhile?
+                worker = self._workers.get(index)
+                lives = worker is not None and worker.incarnation == incarnation
+                if self._count_dropped() == num_dropped or not lives:
+                    raise
 
     def _lives_after_all(self, incarnation: int) -> bool:
         """Whether a dead worker answers again: loaders may reach it and give it batches.
@@ -360,6 +375,14 @@ class ClusterBackend(EmbeddingBackend):
             return False
         self._use(answer)
         return True
+
+    def _seems_gone(self, reference: BatchReference) -> bool | None:
+        """None: the worker has a successor, so it never answers again."""
+        incarnation = reference.worker_incarnation
+        known = self._workers.get(reference.worker_index)
+        if known is not None and known.incarnation != incarnation:
+            return None
+        return incarnation in self._dead and not self._lives_after_all(incarnation)
 
     def _call_any(self, call: Callable[[], T]) -> T:
         """Repeats a call that any worker can answer, if one has died under it."""

@@ -74,7 +74,7 @@ class PersiaTrainingBatch:
         """Raises when no gradient of the batch can be applied any more."""
         if self.lease is not None and self.lease.acquired:
             raise FailedPreconditionError(
-                f"batch {self.batch_id} had its backward already, or was given up because the next one was "
+                f"batch {self.batch_id} had its backward already, or was released because later ones were "
                 "asked for first: call backward once for every batch, or raise embedding_staleness"
             )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from persia._native import BatchReference
-from persia.errors import InternalError, NotFoundError, UnavailableError
+from persia.errors import InternalError, NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.pipeline.queues import Deadline
 
@@ -40,6 +40,9 @@ class _Workers(Protocol):
 
     def register(self, id_features: bytes | memoryview, original: BatchReference) -> BatchReference:
         """Looks the batch up for training at a worker that lives; returns its reference there."""
+
+    def abandon(self, reference: BatchReference) -> None:
+        """The batch, which has this reference at a worker that is gone, continues at another one."""
 
 
 class _Held:
@@ -104,9 +107,65 @@ class HeldBatches:
                 return False
             if held.current is lost:  # else another call has done it, while this one waited
                 held.current = self._workers.register(held.id_features, held.original)
+                self._workers.abandon(lost)
                 held.keys.append(_key(held.current))
                 self._batches[held.keys[-1]] = held
             return True
+
+
+class AbandonedBatches:
+    """Releases the batches that workers hold which only seemed dead, once they are reached again.
+
+    A worker that is full of them takes no more batches, until they expire. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        is_gone: Callable[[BatchReference], bool | None],
+        release: Callable[[BatchReference], None],
+        pause_s: float,
+    ) -> None:
+        """`is_gone`: whether the worker does not answer now; None if it never will."""
+        self._is_gone, self._release, self._pause_s = is_gone, release, pause_s
+        self._lock = threading.Lock()
+        self._batches: dict[int, list[BatchReference]] = {}  # by the incarnation of their worker
+        self._closed = threading.Event()
+
+    def add(self, reference: BatchReference) -> None:
+        with self._lock:
+            batches = self._batches.setdefault(reference.worker_incarnation, [])
+            batches.append(reference)
+            if len(batches) > 1:  # the thread of this worker runs
+                return
+        threading.Thread(
+            target=self._run, args=(reference,), name="persia-abandoned-batches", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self, first: BatchReference) -> None:
+        while not self._closed.wait(self._pause_s):
+            is_gone = self._is_gone(first)
+            if is_gone is True:
+                continue
+            with self._lock:
+                batches = list(self._batches[first.worker_incarnation])
+            num_ended = len(batches) if is_gone is None else self._release_all(batches)
+            with self._lock:
+                del self._batches[first.worker_incarnation][:num_ended]
+                if not self._batches[first.worker_incarnation]:
+                    del self._batches[first.worker_incarnation]
+                    return
+
+    def _release_all(self, batches: list[BatchReference]) -> int:
+        """How many were released, before the worker was gone again."""
+        for number, batch in enumerate(batches):
+            try:
+                self._release(batch)
+            except PersiaError:
+                return number
+        return len(batches)
 
 
 class SlowCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -101,15 +102,13 @@ def _start_with_servers(
     # The number of servers decides which server holds a row, so the worker cannot exist before it is known.
     servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), schema=schema)
     worker = _make_worker(options, config, slots, len(servers))
-    links = ServerLinks(worker, len(servers))
+    links = ServerLinks(worker, len(servers), servers[0].generation)
     for server in servers:
         links.connect(server)
     watch = directory.watch(EMBEDDING_PARAMETER_SERVER, links.on_event)
     stack.callback(watch.close)
     # Asked once more, for a restart that fell between the first answers and the watch.
-    for server in directory.wait_for(
-        EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), len(servers), schema=schema
-    ):
+    for server in directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), schema=schema):
         links.connect(server)
     return worker
 
@@ -167,13 +166,16 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
 class ServerLinks:
     """Keeps the worker's addresses of the parameter servers up to date. Idempotent.
 
-    The watch and the start-up may call it at once: connecting twice is harmless.
+    The watch and the start-up may call it at once: connecting twice is harmless. Once all servers of a higher
+    generation are known, they replace those of before, of another number.
     """
 
-    def __init__(self, worker: EmbeddingWorker, num_servers: int) -> None:
+    def __init__(self, worker: EmbeddingWorker, num_servers: int, generation: int = 0) -> None:
         self._worker = worker
-        self._num_servers = num_servers
+        self._num_servers, self._generation = num_servers, generation
         self._servers: dict[int, ServiceInfo] = {}
+        self._next: dict[int, ServiceInfo] = {}  # of the highest generation, until all are known
+        self._lock = threading.Lock()
 
     def on_event(self, event: ServiceEvent) -> None:
         """For `Directory.watch`."""
@@ -184,6 +186,24 @@ class ServerLinks:
 
     def connect(self, server: ServiceInfo) -> None:
         """Uses `server` from now on for its index."""
+        with self._lock:
+            if server.generation > self._generation:
+                self._gather(server)
+            elif server.generation == self._generation:
+                self._connect(server)
+
+    def _gather(self, server: ServiceInfo) -> None:
+        if any(known.generation < server.generation for known in self._next.values()):
+            self._next = {}
+        self._next[server.index] = server
+        if len(self._next) < server.replicas:
+            return
+        self._servers, self._next = self._next, {}
+        self._num_servers, self._generation = server.replicas, server.generation
+        self._worker.replace_servers([self._servers[index].address for index in range(server.replicas)])
+        get_default_logger().info("%d parameter servers have replaced those of before", server.replicas)
+
+    def _connect(self, server: ServiceInfo) -> None:
         # By incarnation rather than address: a restarted server may listen on the address of its predecessor.
         known = self._servers.get(server.index)
         if known is not None and server.is_outranked_by(known):

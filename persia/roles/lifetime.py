@@ -38,6 +38,10 @@ class ServerOptions:
     health_port: int | None = None  # of the gRPC health service; None: there is none
     # Of an inference job; they win over the global config's `infer_config`.
     checkpoint: str | None = None  # a parameter server: what it loads
+    # A parameter server of a change of their number (persia.roles.elastic): how often it was changed, this
+    # time included, and from how many servers it gathers its rows.
+    generation: int = 0
+    sources: int = 0
     standby: bool = False  # a parameter server: replaces the server of this index when that dies
     pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
@@ -137,6 +141,7 @@ def advertised(
         slot_modes=slot_modes,
         has_rows=has_rows,
         term=term,
+        generation=options.generation,
     )
     advertiser = Advertiser(session, info, replaces=replaces, is_serving=is_serving)
     with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event
@@ -144,7 +149,7 @@ def advertised(
         def admitted() -> None:
             requests.callback(subscribe().close)
 
-        advertiser.start(admitted)
+        advertiser.start(admitted, is_silent=options.sources > 0)
         observer.serving = True
         try:
             get_default_logger().info("%s is ready", info)

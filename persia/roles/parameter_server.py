@@ -17,6 +17,7 @@ from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.follower import Follower
 from persia.packets.log import PacketLog
 from persia.roles import inference
+from persia.roles.elastic import ElasticServer
 from persia.roles.lifetime import (
     DRAIN_S,
     ServerOptions,
@@ -90,6 +91,8 @@ def _serve_training(
         observer = stack.enter_context(observed(source, session, options, config))
         checkpoints = stack.enter_context(closing(CheckpointService(share, changes)))
         schema = "" if slots is None else slots.schema_hash()
+        elastic = ElasticServer(session, server, options, address_of(options, port), config)
+        stack.callback(elastic.close)
         pair = None
         if section.standbys:
             replica = Replica(session, server, options.replica_index, address_of(options, port))
@@ -109,18 +112,23 @@ def _serve_training(
                 port=port,
                 schema=schema,
                 observer=observer,
-                has_rows=is_standby or (tier is not None and server.stats()["num_rows"] > 0),
-                **({} if pair is None else pair.advertisement()),
+                has_rows=is_standby or options.sources > 0 or _has_recovered(server, tier),
+                **(pair or elastic).advertisement(),
                 subscribe=lambda: session.respond(
                     session.subjects.checkpoint(options.replica_index),
-                    checkpoints.handle if pair is None else pair.handle_checkpoint,
+                    (pair or elastic).handle_checkpoint,
                 ),
             )
         )
         if pair is not None:
             pair.start(advertiser)
+        elastic.start(advertiser, checkpoints)
         wait_for_stop()
     return True
+
+
+def _has_recovered(server: ParameterServer, tier: ServerTier | None) -> bool:
+    return tier is not None and server.stats()["num_rows"] > 0
 
 
 def _serve_checkpoint(
@@ -211,6 +219,7 @@ def _make_server(
         row_dtype=section.row_dtype,
         standby_deadline_s=section.standby_deadline_sec if section.standbys else 0.0,
         is_standby=is_standby,
+        num_sources=options.sources,
         num_handler_threads=_REPLICATING_THREADS if section.standbys else _THREADS,
     )
 

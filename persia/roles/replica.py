@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from persia import env
 from persia.config.global_config import EmbeddingParameterServerConfig
 from persia.errors import (
     CorruptionError,
@@ -81,11 +82,19 @@ def starts_as_standby(session: NatsSession, index: int, own: str = "") -> bool:
     `own`: the incarnation of this process, where it answers already.
     """
     # Several times: one that is not heard on a busy machine would lose its index to an empty server.
-    for _ in Attempts(_ROUNDS_S, pause_s=_ROUNDS_S / 10):
+    attempts, broker = Attempts(_ROUNDS_S, pause_s=_ROUNDS_S / 10), Attempts(env.get_deadline_s())
+    connection = session.num_reconnects
+    for _ in attempts:
         if Directory(session).probe(EMBEDDING_PARAMETER_SERVER, index, PROBE_S) is not None:
             return True
         if any(message.agrees and message.incarnation != own for message in _ask_all(session, index)):
             return True
+        if not session.is_connected or session.num_reconnects != connection:
+            # Others were not asked, and those that have the rows may have to connect again, too.
+            connection = session.num_reconnects
+            attempts.progressed()
+            if not broker.left_s:
+                raise UnavailableError("the broker is away, so it is not known who has the rows")
     return False
 
 

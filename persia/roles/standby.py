@@ -51,7 +51,7 @@ from persia.waiting import Attempts
 __all__ = ["Pair", "Primary", "Standby"]
 
 _POLL_S = 0.2
-_ATTACH_S = 5.0
+_ATTACH_S = 2.0
 _COPY_S = 5.0  # how long a dump waits for the copy of a new standby
 # Of a process that has lost its index to its standby. An orderly end would say that the server has left.
 _REPLACED_EXIT_CODE = 3
@@ -264,6 +264,8 @@ class Standby:
         self._sign = Sign.UNKNOWN
         self._primary: ServiceInfo | None = None
         self._has_left = threading.Event()
+        self._asked_on = 0  # the connection by which the primary was asked last
+        self._has_ended = False  # the primary listens no more: it does nothing that this standby misses
         # When the primary has said last that it replicates to this standby, and the connection it came by.
         self._confirmed: tuple[float, int] = (float("-inf"), 0)
         replica.handle(Question.END, self._on_end)
@@ -313,20 +315,25 @@ class Standby:
         """False: no server has the rows of the index, so that there is nothing to copy."""
         name = f"{EMBEDDING_PARAMETER_SERVER} {self._replica.index} that this standby belongs to"
         refusal: PersiaError | None = None
-        directory, found_at = Directory(self._replica.session), float("-inf")
+        directory = Directory(self._replica.session)
         attempts = Attempts(env.get_deadline_s(), pause_s=_POLL_S, waiting_for=lambda: f"{name} ({refusal})")
         for _ in attempts:
+            # The answer of a primary that has died since, or does not reach the broker, may be lost.
+            if self._server.has_copy:
+                return True
             info = directory.probe(EMBEDDING_PARAMETER_SERVER, self._replica.index, PROBE_S)
             if info is None:
-                if not self._is_forced and self._has_no_primary(found_at):
+                if not self._is_forced and self._has_no_primary():
                     return False
                 continue
-            self._primary, found_at = info, time.monotonic()
+            connection, asked_at = self._replica.session.num_reconnects, time.monotonic()
+            if self._primary is None or self._primary.incarnation != info.incarnation:
+                self._confirmed = asked_at, connection  # what it copies, it copies after this
+            self._primary = info
             self._server.follow(info.incarnation)
             if self._server.standby_state == "unfit":  # it holds operations of another primary
                 return False
             try:
-                connection, asked_at = self._replica.session.num_reconnects, time.monotonic()
                 _, answer = self._replica.ask(
                     Question.ATTACH,
                     f"{info.incarnation:016x}",
@@ -342,18 +349,16 @@ class Standby:
                 return True
         raise DeadlineExceededError(f"{name} has not accepted it within PERSIA_DEADLINE_SEC: {refusal}")
 
-    def _has_no_primary(self, found_at: float) -> bool:
-        """Whether no other process has the rows of the index. `found_at`: when one has last answered."""
+    def _has_no_primary(self) -> bool:
+        """Whether certainly no process has the rows of the index."""
         replica = self._replica
         # Its own answer does not count: it may have copied rows before its primary has ended.
         if starts_as_standby(replica.session, replica.index, replica.incarnation):
             return False
         if self._primary is None:
             return True
-        # A primary that is only cut off from the broker must not lose its index to an empty server.
-        if replica.has_ended(self._primary.address, f"{self._primary.incarnation:016x}"):
-            return True
-        return min(self._server.silent_for_s, time.monotonic() - found_at) > self._deadline_s
+        # One that is frozen, or cut off, has all rows, and must not lose its index to an empty server.
+        return replica.has_ended(self._primary.address, f"{self._primary.incarnation:016x}")
 
     def _on_end(self, message: Message) -> bool | None:
         if self._primary is None or message.incarnation != f"{self._primary.incarnation:016x}":
@@ -367,7 +372,8 @@ class Standby:
 
     def _confirm(self) -> bool:
         """Asks the primary; False: it replicates to others, or to none."""
-        connection, asked_at = self._replica.session.num_reconnects, time.monotonic()
+        self._asked_on = connection = self._replica.session.num_reconnects
+        asked_at = time.monotonic()
         self._sign, answer = self._replica.ask(Question.POLL, f"{self.primary.incarnation:016x}")
         if answer is not None and answer.agrees:
             self._confirmed = asked_at, connection
@@ -380,20 +386,27 @@ class Standby:
             return True
         if self._sign in (Sign.ANSWERED, Sign.UNKNOWN):
             return False
-        if self._sign is Sign.GONE and self._replica.has_ended(
+        self._has_ended = self._sign is Sign.GONE and self._replica.has_ended(
             self.primary.address, f"{self.primary.incarnation:016x}"
-        ):
+        )
+        if self._has_ended:
             return True
         silent_s = min(self._server.silent_for_s, time.monotonic() - self._confirmed[0])
-        return silent_s > self._deadline_s and self._replica.reaches_broker()
+        if silent_s <= self._deadline_s or not self._replica.reaches_broker():
+            return False
+        # What was asked before a cut was not delivered, and its silence says nothing.
+        return self._asked_on == self._replica.session.num_reconnects
 
     def _take_over(self) -> bool:
         """False: not yet. The lease of the primary may be valid, or it has answered just now."""
         if not self._has_left.is_set():
             confirmed_at, connection = self._confirmed
-            eligible_s = _ELIGIBLE * self._deadline_s + _ELIGIBLE_SLACK_S
-            # What was said before a cut may be out of date: the primary may have gone on alone meanwhile.
-            is_cut = connection != self._replica.session.num_reconnects
+            # One that has ended was only cut off at first, from a broker that was away, for instance.
+            eligible = _TOO_LATE if self._has_ended else _ELIGIBLE
+            eligible_s = eligible * self._deadline_s + _ELIGIBLE_SLACK_S
+            # What was said before a cut may be out of date: the primary may have gone on alone meanwhile. Not
+            # so soon, if it has ended: both die together with the broker, or while it is away.
+            is_cut = not self._has_ended and connection != self._replica.session.num_reconnects
             if is_cut or time.monotonic() - confirmed_at > eligible_s:
                 raise FailedPreconditionError(
                     f"the primary at {self.primary.address} has died after this standby lost sight of it: it "

@@ -27,7 +27,7 @@ class WarmupPolynomialDecay:
     Raises:
         InvalidArgumentError: a number out of range, or a decay that begins before the warm-up ends.
 
-    Example:
+    Examples:
         >>> schedule = WarmupPolynomialDecay(8000, decay_start_step=48000, decay_steps=24000)
         >>> schedulers = [
         ...     torch.optim.lr_scheduler.LambdaLR(dense_optimizer, schedule),

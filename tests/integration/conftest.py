@@ -69,9 +69,9 @@ def jobs(folder: Path) -> Iterator[Callable[..., Job]]:
         ) -> Job:
             env = {
                 "PERSIA_LOADER_SILENCE_SEC": "2",
-                # Also how long ranks and loaders wait for each other to start: importing torch takes half
-                # a minute where others use the processors.
-                "PERSIA_DEADLINE_SEC": "60",
+                # Also how long ranks and loaders wait for each other to start: importing torch takes a
+                # minute where others use the processors.
+                "PERSIA_DEADLINE_SEC": "120",
                 "OMP_NUM_THREADS": "1",
                 **cluster.pop("env", {}),
             }

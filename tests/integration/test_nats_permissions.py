@@ -46,7 +46,7 @@ PUBLISH = {
     SERVER: {"advertise.embedding-parameter-server", "replica.0.all"},
     INFERENCE: {"advertise.serving"},
     MONITOR: set(),
-    ADMIN: {"checkpoint.0", "checkpoint.training"},
+    ADMIN: {"checkpoint.0", "checkpoint.training", "resize"},
 }
 SUBSCRIBE = {
     TRAINER: {f"advertise.{service}" for service in SERVICES}
@@ -55,7 +55,7 @@ SUBSCRIBE = {
     LOADER: {"who.data-loader", "advertise.nn-worker", "advertise.embedding-worker"},
     WORKER: {"who.embedding-worker", "advertise.embedding-worker", "ids.0"}
     | {"advertise.embedding-parameter-server"},
-    SERVER: {"who.embedding-parameter-server", "checkpoint.0", "replica.0.all"}
+    SERVER: {"who.embedding-parameter-server", "checkpoint.0", "replica.0.all", "resize.1.0"}
     | {"advertise.embedding-parameter-server"},
     INFERENCE: {"who.serving"},
     MONITOR: {f"advertise.{service}" for service in SERVICES},
@@ -65,7 +65,7 @@ SUBJECTS = [
     *WHO,
     *(f"advertise.{service}" for service in SERVICES),
     *("ids.0", "batch.0", "end.0", "position.0", "taken.0", "checkpoint.0", "checkpoint.training", "other"),
-    "replica.0.all",
+    *("replica.0.all", "resize", "resize.1.0"),
 ]
 
 

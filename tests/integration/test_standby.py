@@ -61,6 +61,17 @@ def find(job: Any, name: str) -> Any:
     return next(process for process in job.cluster.processes if process.name == name)
 
 
+def freeze(process: Any) -> None:
+    """Stops all threads of a process. On a busy machine some run for a while after the signal was sent."""
+    process.send_signal(signal.SIGSTOP)
+    for _ in Attempts(60):
+        threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
+        # The state follows the name, which may hold spaces.
+        if all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads):
+            return
+    raise AssertionError(f"{process} does not stop")
+
+
 def start_again(job: Any, name: str, *options: str) -> Any:
     """A process that has ended, as a supervisor does; `options` come behind its own."""
     spec = find(job, name).spec
@@ -159,7 +170,7 @@ def test_a_frozen_server_that_was_replaced_serves_nothing_when_it_returns(
         except PersiaError as error:
             answers.append(error)
 
-    frozen.send_signal(signal.SIGSTOP)
+    freeze(frozen)
     # Its request waits in the socket of the frozen server, which reads it as soon as it wakes.
     asker = threading.Thread(target=ask)
     asker.start()

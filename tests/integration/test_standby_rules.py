@@ -232,9 +232,7 @@ def test_a_standby_waits_for_a_primary_that_is_cut_off_from_the_broker(
     Advertiser(replica.session, info(index), is_serving=lambda: not is_cut.is_set()).start()
     _, other = index.process("standby", is_standby=True)
 
-    def lose_answer(message: Message) -> None:
-        index.primary._attach(message)
-        index.await_state("replicating")
+    def lose_question(_: Message) -> None:
         is_cut.set()
 
     def ask(*arguments: Any) -> bool:
@@ -247,13 +245,58 @@ def test_a_standby_waits_for_a_primary_that_is_cut_off_from_the_broker(
             is_cut.clear()
         return found
 
-    replica.handle(Question.ATTACH, lose_answer)
+    replica.handle(Question.ATTACH, lose_question)
     replica.handle(Question.WHO, lambda _: None if is_cut.is_set() else True)
     monkeypatch.setattr("persia.roles.replica._ROUNDS_S", 0.5)
     monkeypatch.setattr("persia.roles.standby._ATTACH_S", 1.0)
     monkeypatch.setattr("persia.roles.standby.starts_as_standby", ask)
     standby = Standby(other, CONFIG, DEADLINE_S, is_forced=False)
     assert standby._attach() is not has_ended
+
+
+def test_a_standby_that_has_every_row_is_attached_though_the_answer_is_lost(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_died = threading.Event()
+    Advertiser(index.replica.session, info(index), is_serving=lambda: not has_died.is_set()).start()
+    _, other = index.process("standby", is_standby=True)
+
+    def lose_answer(message: Message) -> None:
+        index.primary._attach(message)
+        index.await_state("replicating")
+        has_died.set()
+        index.server.fence("it dies")
+        index.server.stop(1.0)
+
+    index.replica.handle(Question.ATTACH, lose_answer)
+    monkeypatch.setattr("persia.roles.standby._ATTACH_S", 0.5)
+    standby = Standby(other, CONFIG, DEADLINE_S, is_forced=False)
+    assert standby._attach()
+    assert other.server.has_copy
+    index.replica.close()
+    assert standby.follow()
+
+
+def test_a_process_that_does_not_reach_the_broker_asks_until_it_does(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("persia.roles.replica._ROUNDS_S", 0.3)
+    connected = [False] * 8
+
+    class Cut:
+        """A session that is not connected at first."""
+
+        num_reconnects = property(lambda _: int(not connected))
+        is_connected = property(lambda _: not connected or connected.pop())
+
+        def request_many(self, *arguments: Any, **named: Any) -> list[bytes]:
+            return session.request_many(*arguments, **named) if not connected else []
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(session, name)
+
+    session = index.attach()._replica.session
+    assert starts_as_standby(Cut(), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("has_rows", [False, True])

@@ -90,6 +90,8 @@ def test_public_names_have_docstrings_with_their_arguments(module: str) -> None:
         if not callable(value) or inspect.ismodule(value):
             continue
         wrong[name] = missing_arguments(value) if documented(value) else ["a docstring"]
+        if re.search(r"^ *Example:$", documented(value), re.MULTILINE):
+            wrong[name].append("Examples: in place of Example:, for its code to be shown as code")
         if inspect.isclass(value):
             for attribute in vars(value):
                 member = inspect.getattr_static(value, attribute)

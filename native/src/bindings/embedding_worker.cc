@@ -42,6 +42,9 @@ struct WorkerRole {
   Status SetServer(uint32_t index, const std::string& address) {
     return rows->SetServer(index, address);
   }
+  void ReplaceServers(const std::vector<std::string>& addresses) {
+    rows->ReplaceServers(addresses);
+  }
   // One list for the role: the engine's numbers and those of its RPC server.
   Metrics metrics() const {
     Metrics metrics = engine->metrics();
@@ -105,6 +108,7 @@ void BindEmbeddingWorker(py::module_& module) {
            py::arg("forward_buffer_size") = 1000, py::arg("buffered_data_expired_s") = 1000,
            py::arg("num_handler_threads") = 4)
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
+      .def("replace_servers", Blocking(&WorkerRole::ReplaceServers), py::arg("addresses"))
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)
       .def("register_batch", &RegisterAtWorker, py::arg("loader_index"), py::arg("id_features"))

@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
@@ -20,14 +21,18 @@ namespace persia::bindings {
 namespace {
 
 namespace py = pybind11;
+using py::literals::operator""_a;
 using server::ParameterServer;
 
 // With a tier this recovers the rows of its file, which may take minutes: the GIL is free
 // meanwhile.
-std::unique_ptr<ParameterServer> MakeServer(
-    uint32_t replica_index, uint32_t replica_size, uint64_t capacity, uint32_t num_internal_shards,
-    uint32_t num_handler_threads, bool read_only, const std::optional<store::TierOptions>& tier,
-    const std::string& row_dtype, std::chrono::milliseconds standby_deadline, bool is_standby) {
+std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t replica_size,
+                                            uint64_t capacity, uint32_t num_internal_shards,
+                                            uint32_t num_handler_threads, bool read_only,
+                                            const std::optional<store::TierOptions>& tier,
+                                            const std::string& row_dtype,
+                                            std::chrono::milliseconds standby_deadline,
+                                            bool is_standby, uint32_t num_sources) {
   const ParameterServer::Options options{
       .replica_index = replica_index,
       .replica_size = replica_size,
@@ -38,7 +43,8 @@ std::unique_ptr<ParameterServer> MakeServer(
       .rpc = {.num_handler_threads = num_handler_threads},
       .read_only = read_only,
       .standby_deadline = standby_deadline,
-      .is_standby = is_standby};
+      .is_standby = is_standby,
+      .num_sources = num_sources};
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
 }
 
@@ -103,6 +109,43 @@ void DefineReplication(Role& role) {
                              [](ParameterServer& self) { return LogOf(self).has_copy(); });
 }
 
+// By RowTransfer::State.
+constexpr std::array kTransferNames = {"copying", "following", "handed over", "failed"};
+
+py::object TransferOf(ParameterServer& self) {
+  const auto progress = WithoutGil([&] { return self.transfer_progress(); });
+  if (!progress.has_value()) return py::none();
+  return py::dict("state"_a = kTransferNames[size_t(progress->state)],
+                  "num_bytes"_a = progress->num_bytes, "num_rows"_a = progress->num_rows,
+                  "round_s"_a = progress->round_time.count(),
+                  "failure"_a = progress->failure.message());
+}
+
+// The old server's end of a change of the number of servers, then the new one's.
+template <typename Role>
+void DefineTransfer(Role& role) {
+  role.def(
+          "begin_transfer",
+          [](ParameterServer& self, const std::vector<std::pair<std::string, uint64_t>>& targets,
+             double max_processors, std::chrono::milliseconds deadline) {
+            server::RowTransfer::Options options{.max_processors = max_processors,
+                                                 .deadline = deadline};
+            for (const auto& [address, incarnation] : targets) {
+              options.targets.push_back({address, incarnation});
+            }
+            RaiseIfError(WithoutGil([&] { return self.BeginTransfer(options); }));
+          },
+          py::arg("targets"), py::kw_only(), py::arg("max_processors"), py::arg("deadline_s"))
+      .def("hand_over", Blocking(&ParameterServer::HandOver))
+      .def("resume", [](ParameterServer& self) { WithoutGil([&] { self.Resume(); }); })
+      .def("serve", Blocking(&ParameterServer::Serve))
+      .def_property_readonly("transfer", &TransferOf)
+      .def_property_readonly(
+          "transfer_refusal",
+          [](ParameterServer& self) { return self.CheckTransferable().message(); })
+      .def_property_readonly("has_handed_over", &ParameterServer::has_handed_over);
+}
+
 }  // namespace
 
 void BindParameterServer(py::module_& module) {
@@ -112,13 +155,14 @@ void BindParameterServer(py::module_& module) {
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
            py::arg("read_only") = false, py::arg("tier") = py::none(),
            py::arg("row_dtype") = "float32", py::arg("standby_deadline_s") = 0.0,
-           py::arg("is_standby") = false)
+           py::arg("is_standby") = false, py::arg("num_sources") = 0)
       .def("start", Blocking(&ParameterServer::Start), py::arg("host"), py::arg("port"))
       .def("mark_loaded", &ParameterServer::MarkLoaded)
       .def("stop", Blocking(&ParameterServer::Stop), py::arg("timeout_s") = 10.0)
       .def_property_readonly("incarnation", &ParameterServer::incarnation)
       .def("durations", [](ParameterServer& self) { return DurationsToDict(self.durations()); });
   DefineReplication(role);
+  DefineTransfer(role);
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });
   // A dump names each file by the server's place, so the store is bound together with it.
   DefineStore(role, [](ParameterServer& self) {

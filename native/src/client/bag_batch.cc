@@ -7,7 +7,7 @@ void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable
                       worker::UniqueKeys* keys) {
   num_slots_ = inputs.size();
   if (slots_.size() < num_slots_) slots_.resize(num_slots_);
-  keys->Clear();
+  keys->Clear(signs_.span().size());  // batches are alike, so the last one tells
   for (size_t i = 0; i < inputs.size(); ++i) PlanSlot(inputs[i], slots, keys, &slots_[i]);
   const std::span<uint64_t> signs = signs_.Resize(keys->keys().size());
   std::copy(keys->keys().begin(), keys->keys().end(), signs.begin());

@@ -75,14 +75,20 @@ ParameterServer::ParameterServer(const Options& options,
                                  std::unique_ptr<store::EmbeddingStore> rows)
     : options_(options),
       store_(std::move(rows)),
-      is_standby_(options.is_standby),
+      refusal_(options.is_standby        ? Refusal::kStandby
+               : options.num_sources > 0 ? Refusal::kGathering
+                                         : Refusal::kNone),
       standby_(MakeLink()),
       log_(options.is_standby ? MakeLog() : nullptr),
+      gathering_(options.num_sources > 0
+                     ? std::make_unique<RowGathering>(store_.get(), &inherited_, incarnation_,
+                                                      options.num_sources)
+                     : nullptr),
       rpc_(options.rpc) {
   // Each method is described by its Method; what is written here is only what it does.
   Register(kConfigureServer, Access::kChangesRows,
            [this](const ConfigureRequest& request, const CallContext&) {
-             PERSIA_RETURN_IF_ERROR(CheckReplicable(request.config));
+             if (standby_ != nullptr) PERSIA_RETURN_IF_ERROR(CheckReplicable(request.config));
              return store_->Configure(request.config, request.replace);
            });
   Register(
@@ -117,6 +123,7 @@ ParameterServer::ParameterServer(const Options& options,
               net::MakeHandler(
                   kReplicate,
                   [this](const ReplicateRequest& request, const CallContext& context) -> Status {
+                    if (gathering_ != nullptr) return gathering_->Take(request);
                     if (log_ == nullptr) return FailedPrecondition("this server is no standby");
                     return log_->Take(request, context.deadline);
                   }));
@@ -137,10 +144,16 @@ void ParameterServer::Register(const Method<Request, Reply>& method, Access acce
   rpc_.Handle(method,
               [this, method, access, handler = std::move(handler)](
                   const Buffer& body, const CallContext& context) -> StatusOr<Segments> {
+                const std::shared_lock pass(gate_);
                 PERSIA_RETURN_IF_ERROR(CheckAllowed(method, access));
                 if (standby_ == nullptr) return handler(body, context);
                 PERSIA_RETURN_IF_ERROR(standby_->CheckServes());
-                if (!Changes(access, body)) return handler(body, context);
+                if (!Changes(access, body)) {
+                  auto reply = handler(body, context);
+                  // Again: a pause within may have been longer than the lease.
+                  PERSIA_RETURN_IF_ERROR(standby_->CheckServes());
+                  return reply;
+                }
                 return standby_->Run(method, body, [&] { return handler(body, context); });
               });
 }
@@ -193,14 +206,70 @@ std::unique_ptr<OperationLog> ParameterServer::MakeLog() {
 Status ParameterServer::TakeOver(bool primary_has_ended) {
   if (log_ == nullptr) return FailedPrecondition("this server is no standby");
   PERSIA_RETURN_IF_ERROR(log_->TakeOver(primary_has_ended));
-  is_standby_ = false;
+  refusal_ = Refusal::kNone;
+  return Status::Ok();
+}
+
+Status ParameterServer::CheckTransferable() const {
+  if (standby_ != nullptr) return FailedPrecondition("it has a standby, or may have one");
+  if (options_.tier.has_value()) return FailedPrecondition("its rows are in a storage tier");
+  if (options_.read_only) return FailedPrecondition("it is of an inference job");
+  const auto config = store_->config();
+  return config.has_value() ? CheckReplicable(*config) : Status::Ok();
+}
+
+Status ParameterServer::BeginTransfer(const RowTransfer::Options& transfer) {
+  const std::lock_guard lock(transfer_mutex_);
+  if (transfer_ != nullptr) return FailedPrecondition("it sends its rows to others already");
+  if (refusal_ != Refusal::kNone) return FailedPrecondition("it does not answer requests");
+  PERSIA_RETURN_IF_ERROR(CheckTransferable());
+  if (store_->change_status().max_rows > 0) {
+    return FailedPrecondition("its changes are tracked for incremental updates");
+  }
+  RowTransfer::Options options = transfer;
+  options.incarnation = incarnation_;
+  options.index = options_.replica_index;
+  PERSIA_ASSIGN_OR_RETURN(transfer_, RowTransfer::Begin(*store_, options));
+  return Status::Ok();
+}
+
+// Requests that came before have ended once the gate was closed for a moment; later ones see the
+// refusal.
+Status ParameterServer::HandOver() {
+  const std::lock_guard lock(transfer_mutex_);
+  if (transfer_ == nullptr) return FailedPrecondition("it sends its rows to no other server");
+  PERSIA_RETURN_IF_ERROR(transfer_->StopFollowing());
+  refusal_ = Refusal::kHandedOver;
+  {
+    const std::unique_lock closed(gate_);
+  }
+  PERSIA_RETURN_IF_ERROR(CheckTransferable());
+  return transfer_->SendLast(
+      inherited_.ForNext(updates_.Applied(), options_.replica_index, options_.replica_size));
+}
+
+void ParameterServer::Resume() {
+  const std::lock_guard lock(transfer_mutex_);
+  transfer_.reset();
+  if (refusal_ == Refusal::kHandedOver) refusal_ = Refusal::kNone;
+}
+
+std::optional<RowTransfer::Progress> ParameterServer::transfer_progress() const {
+  const std::lock_guard lock(transfer_mutex_);
+  if (transfer_ == nullptr) return std::nullopt;
+  return transfer_->progress();
+}
+
+Status ParameterServer::Serve() {
+  if (gathering_ == nullptr) return FailedPrecondition("it was made with rows of its own");
+  if (!gathering_->is_complete()) return FailedPrecondition("it still gathers its rows");
+  refusal_ = Refusal::kNone;
   return Status::Ok();
 }
 
 // Repeating a lookup that the primary did not answer counts its rows twice, and clocks and
 // checkpoints are the primary's own: what depends on them would differ between the two.
 Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
-  if (standby_ == nullptr) return Status::Ok();
   const auto check = [](const RowConfig& rows) {
     const char* field = rows.admit_after > 1           ? "admit_after"
                         : rows.time_to_live_sec > 0.0f ? "time_to_live_sec"
@@ -208,8 +277,8 @@ Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
                                                        : nullptr;
     if (field == nullptr) return Status::Ok();
     return FailedPrecondition(field,
-                              " is set, and parameter servers with standbys do not support it: "
-                              "leave it out, or set standbys to 0");
+                              " is set: parameter servers with standbys, and a change of their "
+                              "number, do not support it");
   };
   PERSIA_RETURN_IF_ERROR(check(config));
   for (const GroupConfig& group : config.groups) PERSIA_RETURN_IF_ERROR(check(group.rows));
@@ -218,7 +287,13 @@ Status ParameterServer::CheckReplicable(const TrainConfig& config) const {
 
 // An inference server must not change: followers apply what training changed, and nothing else.
 Status ParameterServer::CheckAllowed(const MethodId& method, Access access) const {
-  if (is_standby_) return Unavailable("this parameter server is a standby");
+  switch (refusal_.load()) {
+    case Refusal::kNone: break;
+    case Refusal::kStandby: return Unavailable("this parameter server is a standby");
+    case Refusal::kGathering: return Unavailable("this parameter server still gathers its rows");
+    case Refusal::kHandedOver:
+      return Unavailable("this parameter server has handed its rows over to other servers");
+  }
   if (!options_.read_only) return Status::Ok();
   if (access == Access::kChangesRows) {
     return FailedPrecondition("this parameter server is of an inference job (job_type: Infer): ",
@@ -267,8 +342,13 @@ StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& requ
                            ", ahead of the server's; send the one that the lookup returned");
   }
   bool repeated = false;
-  auto result =
-      updates_.Once(request.key, context.deadline, [&] { return Update(request); }, &repeated);
+  const auto apply = [&] {
+    if (gathering_ == nullptr || !inherited_.Has(request.key)) return Update(request);
+    // Servers of before have applied a part of it, or all.
+    const RemainingUpdate rest = inherited_.Remaining(request);
+    return Update({request.key, request.lookup, {rest.blocks, rest.signs}, rest.gradients});
+  };
+  auto result = updates_.Once(request.key, context.deadline, apply, &repeated);
   // A repetition that had to apply the update itself, because the first try failed, is none.
   if (result.ok() && repeated) num_repeated_.Add();
   return result;

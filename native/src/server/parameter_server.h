@@ -14,7 +14,9 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -23,7 +25,10 @@
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "net/server.h"
+#include "server/inherited_updates.h"
 #include "server/operation_log.h"
+#include "server/row_gathering.h"
+#include "server/row_transfer.h"
 #include "server/standby_link.h"
 #include "server/update_deduplicator.h"
 #include "store/embedding_store.h"
@@ -48,6 +53,9 @@ class ParameterServer {
     // Begins as the standby of another server: everything else is refused (kUnavailable) until
     // TakeOver().
     bool is_standby = false;
+    // Not 0: begins without rows, gathers them from so many servers, and refuses everything else
+    // (kUnavailable) until Serve(). See RowTransfer.
+    uint32_t num_sources = 0;
   };
 
   // Draws the incarnation. Refuses replica_index >= replica_size and what the store refuses. With a
@@ -75,6 +83,22 @@ class ParameterServer {
   // The link to this server's own standby; null without `standby_deadline`.
   StandbyLink* standby() { return standby_.get(); }
 
+  // Sends the rows to the servers that replace this one and its like. `transfer`: its targets.
+  // kFailedPrecondition: with what the server has, it cannot be replaced so; nothing has begun.
+  Status BeginTransfer(const RowTransfer::Options& transfer);
+  // As far as its options and its config are concerned.
+  Status CheckTransferable() const;
+  // Answers nothing any more, and sends what has changed last. Where it fails, and after it too,
+  // Resume() undoes it.
+  Status HandOver();
+  // Gives the transfer up: answers again, with all rows.
+  void Resume();
+  // Nothing: there is no transfer.
+  std::optional<RowTransfer::Progress> transfer_progress() const;
+  bool has_handed_over() const { return refusal_ == Refusal::kHandedOver; }
+  // Of a server with `num_sources`: answers from now on. kFailedPrecondition: rows are missing.
+  Status Serve();
+
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
   // The rows are copied under the locks of their shards, so no row is torn; rows of one batch may
   // come from before and after another batch's update, as in any asynchronous training.
@@ -100,6 +124,8 @@ class ParameterServer {
  private:
   // Whether a method may be called at a server for inference.
   enum class Access : uint8_t { kReads, kReadsOrInserts, kChangesRows };
+  // Why requests are refused.
+  enum class Refusal : uint8_t { kNone, kStandby, kGathering, kHandedOver };
 
   ParameterServer(const Options& options, std::unique_ptr<store::EmbeddingStore> rows);
 
@@ -111,7 +137,7 @@ class ParameterServer {
   std::unique_ptr<OperationLog> MakeLog();
   void AddStandbyMetrics(Metrics* metrics) const;
   Status CheckAllowed(const MethodId& method, Access access) const;
-  // The config, unless a second copy of the rows could not follow it.
+  // Refuses a config that a second copy of the rows could not follow.
   Status CheckReplicable(const TrainConfig& config) const;
   // Update(), unless the key's result is remembered. A repetition that overtakes its first request
   // waits for it until the deadline.
@@ -151,10 +177,15 @@ class ParameterServer {
   DurationStats set_times_{"set"};
   // By method number: the handlers whose requests a primary sends on.
   std::unordered_map<uint8_t, net::Handler> operations_;
-  std::atomic<bool> is_standby_;
+  InheritedUpdates inherited_;  // of the servers that this one has replaced
+  std::atomic<Refusal> refusal_;
+  std::shared_mutex gate_;  // shared by each request; HandOver() waits for those under way
   RowReceiver received_{store_.get(), &updates_};  // the copy of the primary's rows
   const std::unique_ptr<StandbyLink> standby_;     // null: requests are not sent on
   const std::unique_ptr<OperationLog> log_;        // null: made as a primary
+  const std::unique_ptr<RowGathering> gathering_;  // null: made without num_sources
+  mutable std::mutex transfer_mutex_;              // serialises the calls of a transfer
+  std::unique_ptr<RowTransfer> transfer_;          // null: there is none
   net::Server rpc_;  // last: destroyed first, so that no handler outlives what it uses
 };
 

@@ -28,8 +28,10 @@ StatusOr<std::unique_ptr<StoreSnapshot>> StoreSnapshot::TakeChanges(EmbeddingSto
   if (max_rows == 0) {
     return FailedPrecondition("changes of this store are not tracked; call TrackChanges first");
   }
-  // Allocated before the lock is taken, and as large as the one that it replaces.
-  auto next = std::make_unique<ChangeSet>(max_rows);
+  // Allocated before the lock is taken, and as large as the one that it replaces, unless told
+  // otherwise.
+  auto next = std::make_unique<ChangeSet>(options.max_next_changes == 0 ? max_rows
+                                                                        : options.max_next_changes);
   {
     const std::unique_lock lock(shards.mutex());
     auto changes = shards.ReplaceChanges(std::move(next));

@@ -39,6 +39,8 @@ class StoreSnapshot {
     uint64_t max_waiting_bytes = uint64_t{256} << 20;
     // How long a training call waits for room before the snapshot is given up.
     std::chrono::milliseconds patience{10'000};
+    // Of changes: how many the store remembers from now on; 0: as many as before.
+    uint64_t max_next_changes = 0;
   };
 
   // Waits until the calls in progress have ended; those that come later wait for the snapshot

@@ -83,6 +83,14 @@ Status CheckSlots(SlotMask slots, bool requires_grad) {
       "some slots of a batch alone are looked up for training only: set requires_grad");
 }
 
+// Routes the batch to so many servers, if it is routed to another number of them. What was looked
+// up at those of before dates nothing.
+void RouteTo(uint32_t num_servers, Batch* batch) {
+  if (batch->plan->requests.size() == num_servers) return;
+  Reroute(num_servers, &*batch->plan);
+  for (SlotsLookup& lookup : batch->lookups) lookup.stamps.assign(num_servers, {});
+}
+
 // What is really sent: signs of slots without a usable gradient are left out.
 uint64_t CountSigns(std::span<const ServerBlocks> requests) {
   uint64_t count = 0;
@@ -146,6 +154,15 @@ EmbeddingWorker::EmbeddingWorker(const WorkerOptions& options, SlotTable slots,
               .expiry = options.buffered_data_expired}) {}
 
 template <typename Call>
+auto EmbeddingWorker::ForPresentServers(Call call) -> decltype(call(0u)) {
+  for (;;) {
+    const uint32_t num_servers = rows_->num_servers();
+    auto result = call(num_servers);
+    if (result.ok() || rows_->num_servers() == num_servers) return result;
+  }
+}
+
+template <typename Call>
 auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltype(call()) {
   auto result = call();
   if (result.code() != StatusCode::kFailedPrecondition) return result;
@@ -168,7 +185,8 @@ auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltyp
 Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const TrainConfig full = slots_.WithGroups(config);
   PERSIA_RETURN_IF_ERROR(full.Validate());
-  PERSIA_RETURN_IF_ERROR(rows_->Configure(full, replace, deadline));
+  PERSIA_RETURN_IF_ERROR(
+      ForPresentServers([&](uint32_t) { return rows_->Configure(full, replace, deadline); }));
   const std::lock_guard lock(config_mutex_);
   config_ = full;
   return Status::Ok();
@@ -269,15 +287,18 @@ StatusOr<Buffer> EmbeddingWorker::LookupHeld(Batch& batch, bool requires_grad, D
   return Pool(batch, answers, requires_grad, slots, form);
 }
 
-StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(const Batch& batch,
-                                                              bool requires_grad, Deadline deadline,
-                                                              SlotMask slots) {
-  // Usually all slots are looked up at once, and the plan's requests are sent as they are.
-  std::vector<ServerBlocks> some;
-  if (slots != kAllSlots) some = SelectRequests(*batch.plan, SignsOfSlots{slots});
-  return WithConfiguration(deadline, [&] {
-    const Timed timed(rpc_times_, batch.counter);
-    return rows_->Lookup(slots == kAllSlots ? batch.plan->requests : some, requires_grad, deadline);
+StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(Batch& batch, bool requires_grad,
+                                                              Deadline deadline, SlotMask slots) {
+  return ForPresentServers([&](uint32_t num_servers) {
+    RouteTo(num_servers, &batch);
+    // Usually all slots are looked up at once, and the plan's requests are sent as they are.
+    std::vector<ServerBlocks> some;
+    if (slots != kAllSlots) some = SelectRequests(*batch.plan, SignsOfSlots{slots});
+    return WithConfiguration(deadline, [&] {
+      const Timed timed(rpc_times_, batch.counter);
+      return rows_->Lookup(slots == kAllSlots ? batch.plan->requests : some, requires_grad,
+                           deadline);
+    });
   });
 }
 
@@ -325,7 +346,7 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
 
 // If a server fails the batch stays in flight, and the repeated return updates the others a second
 // time: they recognise the key and do not apply it again.
-StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(const Batch& batch, float scale,
+StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(Batch& batch, float scale,
                                                    std::span<const SlotGradient> gradients,
                                                    Deadline deadline) {
   if (batch.lookups.empty()) {
@@ -337,12 +358,16 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(const Batch& batch, float sca
     const Timed timed(reduce_times_, batch.counter);
     return ReduceGradients(*batch.plan, scale, gradients);
   };
-  PERSIA_ASSIGN_OR_RETURN(const ReducedGradients reduced, reduce());
-  const uint64_t num_sent = CountSigns(reduced.requests);
-  std::vector<UpdateResult> results;
-  if (num_sent > 0) {
-    PERSIA_ASSIGN_OR_RETURN(results, Update(batch, reduced, deadline));
-  }
+  ReducedGradients reduced;
+  uint64_t num_sent = 0;
+  const auto update = [&](uint32_t num_servers) -> StatusOr<std::vector<UpdateResult>> {
+    RouteTo(num_servers, &batch);
+    PERSIA_ASSIGN_OR_RETURN(reduced, reduce());
+    num_sent = CountSigns(reduced.requests);
+    if (num_sent == 0) return std::vector<UpdateResult>();
+    return Update(batch, reduced, deadline);
+  };
+  PERSIA_ASSIGN_OR_RETURN(const std::vector<UpdateResult> results, ForPresentServers(update));
   ReturnReport report = MakeReport(results, batch.lookups);
   report.num_nonfinite_slots = static_cast<uint32_t>(reduced.nonfinite_features.size());
   report.num_skipped_slots = static_cast<uint32_t>(reduced.skipped_features.size());
@@ -404,12 +429,14 @@ Status EmbeddingWorker::SetEmbeddings(const SignBlocks& blocks, std::span<const 
                            " floats were passed with ", blocks.signs.size(), " signs and ",
                            rows.size(), " floats");
   }
-  const RoutedRows routed = RouteRows(blocks, rows.data(), rows_->num_servers());
-  std::vector<SetRowsRequest> requests;
-  for (size_t server = 0; server < routed.rows.size(); ++server) {
-    requests.push_back({routed.requests[server].view(), routed.rows[server]});
-  }
-  return WithConfiguration(deadline, [&] { return rows_->SetRows(requests, deadline); });
+  return ForPresentServers([&](uint32_t num_servers) {
+    const RoutedRows routed = RouteRows(blocks, rows.data(), num_servers);
+    std::vector<SetRowsRequest> requests;
+    for (size_t server = 0; server < routed.rows.size(); ++server) {
+      requests.push_back({routed.requests[server].view(), routed.rows[server]});
+    }
+    return WithConfiguration(deadline, [&] { return rows_->SetRows(requests, deadline); });
+  });
 }
 
 Metrics EmbeddingWorker::metrics() const {

@@ -130,15 +130,18 @@ class EmbeddingWorker {
   // Looks the held batch up and pools it.
   StatusOr<Buffer> LookupHeld(Batch& batch, bool requires_grad, Deadline deadline, SlotMask slots,
                               EmbeddingsForm form);
-  StatusOr<std::vector<ServerRows>> LookupRows(const Batch& batch, bool requires_grad,
-                                               Deadline deadline, SlotMask slots);
+  StatusOr<std::vector<ServerRows>> LookupRows(Batch& batch, bool requires_grad, Deadline deadline,
+                                               SlotMask slots);
   StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
                         SlotMask slots, EmbeddingsForm form);
   void CountAsRows(const LookupPlan& plan, const EmbeddingsLayout& layout);
-  StatusOr<ReturnReport> ReturnHeld(const Batch& batch, float scale,
+  StatusOr<ReturnReport> ReturnHeld(Batch& batch, float scale,
                                     std::span<const SlotGradient> gradients, Deadline deadline);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
                                              Deadline deadline);
+  // Runs `call(number of servers)`, and again where that number has changed meanwhile.
+  template <typename Call>
+  auto ForPresentServers(Call call) -> decltype(call(0u));
   void Count(const Batch& batch, const ReducedGradients& reduced, uint64_t num_sent);
   // Runs `call`. Where a server says that it is not configured (it has restarted), tells it, and
   // runs `call` once more.

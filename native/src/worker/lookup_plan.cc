@@ -95,6 +95,27 @@ Bags PlannedFeature::bags() const {
   return bags;
 }
 
+void Reroute(uint32_t num_servers, LookupPlan* plan) {
+  const std::vector<ServerBlocks> before = std::exchange(plan->requests, {});
+  plan->requests.resize(num_servers);
+  std::vector<size_t> next(before.size(), 0);
+  uint32_t number = 0;
+  for (const PlannedGroup& group : plan->groups) {
+    std::vector<uint32_t> num_routed(num_servers, 0);
+    for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
+      uint16_t& server = plan->server_of[number];
+      const uint64_t sign = before[server].signs[next[server]++];
+      server = static_cast<uint16_t>(ServerOf(SignHash(sign), num_servers));
+      plan->requests[server].signs.push_back(sign);
+      ++num_routed[server];
+    }
+    for (uint32_t server = 0; server < num_servers; ++server) {
+      if (num_routed[server] == 0) continue;
+      plan->requests[server].blocks.push_back({group.dim, num_routed[server]});
+    }
+  }
+}
+
 // Group after group, for the numbers of a group must follow one another: deduplication has one
 // table that is cleared between groups and so stays small.
 LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,

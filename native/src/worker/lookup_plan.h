@@ -91,6 +91,9 @@ struct LookupPlan {
   uint32_t num_signs() const { return static_cast<uint32_t>(server_of.size()); }
 };
 
+// Routes the plan's signs to another number of servers. Their numbers stay.
+void Reroute(uint32_t num_servers, LookupPlan* plan);
+
 // Makes plans; keeps its memory from one to the next. Not thread-safe.
 class LookupPlanner {
  public:

@@ -7,35 +7,64 @@
 
 namespace persia::worker {
 
-RemoteRows::RemoteRows(uint32_t num_servers) {
-  // All channels are made here and never replaced: calls need no lock to find theirs.
-  for (uint32_t i = 0; i < num_servers; ++i) {
-    channels_.push_back(std::make_unique<net::Channel>(
-        net::Channel::Options{.peer = "parameter-server " + std::to_string(i)}));
-    hints_.push_back(std::make_shared<PrefetchHints>());
-  }
-}
+RemoteRows::RemoteRows(uint32_t num_servers) : servers_(Make(num_servers)) {}
 
 RemoteRows::~RemoteRows() = default;
 
+std::shared_ptr<const RemoteRows::Servers> RemoteRows::Make(uint32_t num_servers) {
+  auto servers = std::make_shared<Servers>();
+  for (uint32_t i = 0; i < num_servers; ++i) {
+    servers->push_back(
+        {std::make_shared<PrefetchHints>(), std::make_unique<net::Channel>(net::Channel::Options{
+                                                .peer = "parameter-server " + std::to_string(i)})});
+  }
+  return servers;
+}
+
+std::shared_ptr<const RemoteRows::Servers> RemoteRows::Present() const {
+  const std::lock_guard lock(mutex_);
+  return servers_;
+}
+
 Status RemoteRows::SetServer(uint32_t index, const std::string& address) {
-  if (index >= num_servers()) {
-    return InvalidArgument("parameter server ", index, ": there are only ", num_servers(),
+  const auto servers = Present();
+  if (index >= servers->size()) {
+    return InvalidArgument("parameter server ", index, ": there are only ", servers->size(),
                            ", counted from 0");
   }
   // Calls that wait for the server are sent to the new address.
-  channels_[index]->SetAddress(address);
-  hints_[index]->Forget();
+  (*servers)[index].channel->SetAddress(address);
+  (*servers)[index].hints->Forget();
   return Status::Ok();
 }
 
+void RemoteRows::ReplaceServers(std::span<const std::string> addresses) {
+  auto servers = Make(static_cast<uint32_t>(addresses.size()));
+  for (size_t i = 0; i < addresses.size(); ++i) (*servers)[i].channel->SetAddress(addresses[i]);
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) return;
+    servers_.swap(servers);
+  }
+  // Outside the lock, and after others see the new ones: who fails now looks for them.
+  for (const Server& server : *servers) server.channel->Close();
+}
+
 void RemoteRows::Close() {
-  for (const auto& channel : channels_) channel->Close();
+  std::shared_ptr<const Servers> servers;
+  {
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    servers = servers_;
+  }
+  for (const Server& server : *servers) server.channel->Close();
 }
 
 std::vector<net::ChannelStats> RemoteRows::channel_stats() const {
   std::vector<net::ChannelStats> stats;
-  for (const auto& channel : channels_) stats.push_back(channel->stats());
+  for (const auto servers = Present(); const Server& server : *servers) {
+    stats.push_back(server.channel->stats());
+  }
   return stats;
 }
 
@@ -44,6 +73,11 @@ template <typename Request, typename Reply>
 StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& method,
                                                   std::span<const Request> requests,
                                                   Deadline deadline) {
+  const auto present = Present();
+  if (requests.size() != present->size()) {
+    return Unavailable("the requests are for ", requests.size(),
+                       " parameter servers, and there are ", present->size(), " now");
+  }
   std::vector<uint32_t> servers;
   std::vector<net::Channel*> channels;
   std::vector<Request> sent;
@@ -51,7 +85,7 @@ StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& 
     // A server without signs has nothing to answer: in a small batch most have none.
     if (requests[i].blocks.signs.empty()) continue;
     servers.push_back(i);
-    channels.push_back(channels_[i].get());
+    channels.push_back((*present)[i].channel.get());
     sent.push_back(requests[i]);
   }
   PERSIA_ASSIGN_OR_RETURN(
@@ -67,8 +101,9 @@ StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& 
 template <typename Request, typename Reply>
 StatusOr<std::vector<Reply>> RemoteRows::CallEvery(const Method<Request, Reply>& method,
                                                    const Request& request, Deadline deadline) {
+  const auto present = Present();
   std::vector<net::Channel*> channels;
-  for (const auto& channel : channels_) channels.push_back(channel.get());
+  for (const Server& server : *present) channels.push_back(server.channel.get());
   return net::CallAll(method, std::span<net::Channel* const>(channels),
                       std::vector<Request>(channels.size(), request), deadline);
 }
@@ -89,7 +124,7 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
     // Pooling indexes the rows by the plan: a short answer must not get there.
     const size_t num_floats = answers.value()[i].rows.size();
     if (num_floats == requests[i].num_floats()) continue;
-    return Corruption(channels_[i]->peer(), ": a LookupRows reply has ", num_floats,
+    return Corruption("parameter-server ", i, ": a LookupRows reply has ", num_floats,
                       " floats instead of ", requests[i].num_floats());
   }
   return answers;
@@ -98,8 +133,11 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
 // Does not wait: a hint that comes late is worth nothing, and a lookup must not pay for it.
 HintReport RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
   HintReport total;
+  const auto servers = Present();
+  if (requests.size() != servers->size()) return total;
   for (uint32_t i = 0; i < requests.size(); ++i) {
-    const HintReport sent = PrefetchHints::Send(hints_[i], requests[i].signs, channels_[i].get());
+    const auto& [hints, channel] = (*servers)[i];
+    const HintReport sent = PrefetchHints::Send(hints, requests[i].signs, channel.get());
     total.num_signs += sent.num_signs;
     total.num_dropped += sent.num_dropped;
   }
@@ -108,8 +146,8 @@ HintReport RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
 
 bool RemoteRows::WantsPrefetch() {
   bool is_wanted = false;
-  for (uint32_t i = 0; i < num_servers(); ++i) {
-    is_wanted |= PrefetchHints::IsWanted(hints_[i], channels_[i].get());
+  for (const auto servers = Present(); const auto& [hints, channel] : *servers) {
+    is_wanted |= PrefetchHints::IsWanted(hints, channel.get());
   }
   return is_wanted;
 }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,6 +44,10 @@ struct HintReport {
 // Thread-safe. All calls go to all servers in parallel and return when the last has answered or at
 // the deadline. Entry i of a span or of a result belongs to server i; a server with no signs is not
 // called, and its result is empty.
+//
+// The number of servers may change. Requests of another number fail (kUnavailable), as do those
+// under way when it changes: the caller compares num_servers() with that of its requests, and
+// routes them anew.
 class RowService {
  public:
   virtual ~RowService() = default;
@@ -73,6 +78,9 @@ class RemoteRows final : public RowService {
   // Tells the server's address, when it is discovered and whenever it has moved. kInvalidArgument:
   // no such index.
   Status SetServer(uint32_t index, const std::string& address);
+  // Other servers, which have the rows from now on: by index. What is under way at those of before
+  // fails with kUnavailable.
+  void ReplaceServers(std::span<const std::string> addresses);
   // Fails with kUnavailable the calls under way and all later ones: a worker that stops need not
   // wait for servers that are gone.
   void Close();
@@ -81,7 +89,7 @@ class RemoteRows final : public RowService {
   // By server. Fails where one of them does: a comparison needs all.
   StatusOr<std::vector<ServerLoad>> Loads(Deadline deadline);
 
-  uint32_t num_servers() const override { return static_cast<uint32_t>(channels_.size()); }
+  uint32_t num_servers() const override { return static_cast<uint32_t>(Present()->size()); }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override;
@@ -96,6 +104,15 @@ class RemoteRows final : public RowService {
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
 
  private:
+  struct Server {
+    std::shared_ptr<PrefetchHints> hints;
+    std::unique_ptr<net::Channel> channel;
+  };
+  using Servers = std::vector<Server>;  // by index; never changed once it is made
+
+  static std::shared_ptr<const Servers> Make(uint32_t num_servers);
+  // A call keeps the servers that it began with.
+  std::shared_ptr<const Servers> Present() const;
   template <typename Request, typename Reply>
   StatusOr<std::vector<Reply>> CallSome(const Method<Request, Reply>& method,
                                         std::span<const Request> requests, Deadline deadline);
@@ -103,8 +120,9 @@ class RemoteRows final : public RowService {
   StatusOr<std::vector<Reply>> CallEvery(const Method<Request, Reply>& method,
                                          const Request& request, Deadline deadline);
 
-  std::vector<std::shared_ptr<PrefetchHints>> hints_;  // by server, as channels_
-  std::vector<std::unique_ptr<net::Channel>> channels_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::shared_ptr<const Servers> servers_;
+  bool is_closed_ = false;
 };
 
 }  // namespace persia::worker

@@ -16,17 +16,18 @@ class UniqueKeys {
  public:
   UniqueKeys() { Clear(); }
 
-  // Forgets all keys; keeps the memory.
-  void Clear();
+  // Forgets all keys; keeps the memory. The table need not grow for as many as are expected.
+  void Clear(size_t num_expected = 0);
 
   // numbers[i] becomes the number of keys[i]. `numbers` holds keys.size() elements.
   // Numbers continue those of earlier calls since Clear(). Keys are at most 2^32 - 1 in all.
   void Insert(std::span<const uint64_t> keys, uint32_t* numbers);
 
   // By number.
-  std::span<const uint64_t> keys() const { return keys_; }
+  std::span<const uint64_t> keys() const { return std::span(keys_).subspan(1); }
 
  private:
+  uint32_t Number(uint64_t key);
   // An empty table of this capacity, with the keys that there are.
   void Rebuild(size_t capacity);
   // Fibonacci hashing: signs of one group differ in their low bits, often by one.
@@ -37,7 +38,7 @@ class UniqueKeys {
   std::vector<uint32_t> places_;  // 1 + number; 0 where there is none
   size_t capacity_ = 0;           // a power of two; the part of places_ that is in use
   uint32_t shift_ = 64;
-  std::vector<uint64_t> keys_;
+  std::vector<uint64_t> keys_;  // by 1 + number; the first is none
 };
 
 }  // namespace persia::worker

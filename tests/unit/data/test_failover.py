@@ -23,6 +23,7 @@ from persia.pipeline import backend as backend_module
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.failover import CallMonitor, HeldBatches, SlowCalls, is_down
 from persia.pipeline.send import BatchSender
+from persia.waiting import Attempts
 
 IDS = _native.encode_id_features(
     1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
@@ -36,6 +37,10 @@ class Workers:
         self.successors = list(successors)
         self.dead: set[int] = set()
         self.registered: list[tuple[bytes | memoryview, BatchReference]] = []
+        self.abandoned: list[BatchReference] = []
+
+    def abandon(self, reference: BatchReference) -> None:
+        self.abandoned.append(reference)
 
     def is_gone(self, reference: BatchReference) -> bool:
         return reference.worker_incarnation in self.dead
@@ -59,6 +64,7 @@ def test_calls_follow_a_batch_from_worker_to_worker_under_its_first_reference() 
     assert held.call(FIRST, workers.call) is THIRD
     assert held.call(SECOND, workers.call) is THIRD
     assert workers.registered == [(b"ids", FIRST), (b"ids", FIRST)]
+    assert workers.abandoned == [FIRST, SECOND]
     assert held.forget(SECOND) is THIRD
     with pytest.raises(UnavailableError):  # nothing is kept of a batch that has ended
         held.call(FIRST, workers.call)
@@ -267,6 +273,50 @@ def test_a_worker_that_only_seemed_dead_is_used_again(
     result = backend.lookup(reference, requires_grad=True, id_features=IDS)
     assert result.reference.worker_index == 1
     assert not backend.is_gone(reference)
+
+
+def test_batches_that_continued_elsewhere_are_released_at_a_worker_that_only_seemed_dead(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "_PROBE_S", 1.0)
+    backend._abandoned._pause_s = 0.05
+    seem_dead(monkeypatch, cluster.addresses[1])
+    references = [register(cluster, 1) for _ in range(3)]
+    backend._drop_dead_workers({1})
+    for reference in references:
+        assert backend.lookup(reference, requires_grad=True, id_features=IDS).reference.worker_index == 0
+    assert cluster.workers[1].stats()["num_buffered"] == 3
+    seem_dead(monkeypatch)
+    for _ in Attempts(60.0):
+        if cluster.workers[1].stats()["num_released"] == 3:
+            break
+    assert cluster.workers[1].stats()["num_buffered"] == 0
+
+
+def test_batches_of_a_worker_that_was_replaced_are_forgotten(backend: ClusterBackend) -> None:
+    backend._abandoned._pause_s = 0.01
+    backend.abandon(BatchReference(1, 99, 1))
+    for _ in Attempts(60.0):
+        if not backend._abandoned._batches:
+            return
+    raise AssertionError(backend._abandoned._batches)
+
+
+def test_a_call_is_repeated_at_a_worker_that_was_given_up_under_it_and_lives(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory
+) -> None:
+    reference, calls = register(cluster, 1), []
+
+    def call(at: BatchReference) -> str:
+        calls.append(at)
+        if len(calls) == 1:
+            backend._num_dropped += 1  # and the worker has answered another thread since
+            raise UnavailableError("the channel was closed")
+        return "answer"
+
+    assert backend._call_worker(call, reference) == "answer"
+    with pytest.raises(UnavailableError):
+        backend._call_worker(lambda _: (_ for _ in ()).throw(UnavailableError("busy")), reference)
 
 
 def test_a_worker_that_has_left_is_no_dead_one(

@@ -72,6 +72,24 @@ def test_each_subcommand_has_help(name):
     assert "Usage" in result.output
 
 
+def test_help_explains_every_command_and_option():
+    def explain(command: click.Command, context: click.Context):
+        for parameter in command.params:
+            assert not isinstance(parameter, click.Option) or parameter.help, parameter.opts
+        if isinstance(command, click.Group):
+            assert "...\n" not in command.get_help(context).replace("[ARGS]...", "")  # a summary that was cut
+            for name in command.list_commands(context):
+                one = command.get_command(context, name)
+                explain(one, click.Context(one, context, name))
+
+    explain(cli, click.Context(cli, info_name="persia-launcher"))
+
+
+def test_a_misspelt_command_is_named():
+    assert "did you mean 'nn-worker'?" in run("nn-worke").output
+    assert "did you mean 'inspect'?" in run("checkpoint", "inspekt", "model").output
+
+
 def test_help_imports_neither_torch_nor_the_native_module():
     code = (
         "import sys\n"

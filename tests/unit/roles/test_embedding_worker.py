@@ -22,11 +22,15 @@ class Worker:
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.servers: list[tuple[int, str]] = []
+        self.replaced: list[list[str]] = []
         self.registered: list[tuple[int, bytes]] = []
         self._failure = failure
 
     def set_server(self, index: int, address: str) -> None:
         self.servers.append((index, address))
+
+    def replace_servers(self, addresses: list[str]) -> None:
+        self.replaced.append(addresses)
 
     def register_batch(self, loader_index: int, id_features: Any) -> tuple[int, int]:
         if self._failure is not None:
@@ -35,14 +39,14 @@ class Worker:
         return self.incarnation, 5
 
 
-def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, term: int = 0) -> ServiceInfo:
+def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, **more: int) -> ServiceInfo:
     return ServiceInfo(
         role=EMBEDDING_PARAMETER_SERVER,
         index=index,
         replicas=replicas,
         incarnation=incarnation,
         address=address,
-        term=term,
+        **more,
     )
 
 
@@ -84,6 +88,43 @@ def test_a_server_of_another_shape_is_not_used():
     worker = Worker()
     ServerLinks(worker, 2).connect(server(1, "h:1", replicas=3))
     assert not worker.servers
+
+
+def test_servers_of_the_next_generation_replace_those_of_before_once_all_are_known():
+    worker = Worker()
+    links = ServerLinks(worker, 2)
+    links.connect(server(1, "h:1"))
+    links.connect(server(12, "n:2", index=2, replicas=3, generation=1))
+    links.connect(server(10, "n:0", index=0, replicas=3, generation=1))
+    links.connect(server(2, "h:2", index=1))  # training continues meanwhile
+    assert worker.replaced == []
+    links.connect(server(11, "n:1", index=1, replicas=3, generation=1))
+    assert worker.replaced == [["n:0", "n:1", "n:2"]]
+    links.connect(server(3, "h:3"))  # of before
+    links.connect(server(21, "n:3", index=1, replicas=3, generation=1))  # started again
+    assert worker.servers == [(0, "h:1"), (1, "h:2"), (1, "n:3")]
+
+
+def test_callers_find_the_servers_of_the_latest_generation():
+    broker, has_rows = LocalBroker(), [True]
+    session = LocalSession(broker, name="test")
+    Advertiser(session, server(1, "h:1", replicas=1), is_serving=lambda: has_rows[0]).start()
+    announced: list[str] = []
+    watch = Directory(session).watch(
+        EMBEDDING_PARAMETER_SERVER, lambda event: announced.append(event.info.address)
+    )
+    new = [server(10 + index, f"n:{index}", index=index, generation=1) for index in range(2)]
+    for info in new:
+        advertiser = Advertiser(LocalSession(broker, name=info.address), info)
+        advertiser.start(is_silent=True)
+        assert info.address not in announced
+        advertiser.publish_again()
+    assert announced == ["n:0", "n:1"]
+    has_rows[0] = False
+    assert Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, 5.0) == new
+    watch.close()
+    with pytest.raises(FailedPreconditionError):  # a newcomer of before
+        Advertiser(LocalSession(broker, name="old"), server(5, "h:5", replicas=1)).start()
 
 
 def test_registration_answers_with_the_reference():

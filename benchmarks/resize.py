@@ -1,0 +1,151 @@
+"""What it costs a job that trains to get another number of parameter servers.
+
+    python -m benchmarks.resize --sizes 2,3,5,2
+
+A job of separate processes trains all the time: a loader, a rank, NATS, an embedding worker and the parameter
+servers, all on this machine. For each change it prints what was moved and how fast, how long requests waited
+for the hand-over, the longest time between two steps, and the steps per second beside those of as much time
+just before and after. The longest time between two steps without a change tells what the machine adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from persia import (
+    DataCtx,
+    DataLoader,
+    EmbeddingConfig,
+    IDTypeFeatureWithSingleID,
+    Label,
+    NonIDTypeFeature,
+    PersiaBatch,
+    StreamingDataset,
+    TrainCtx,
+    optim,
+)
+from persia.testing import LocalCluster
+
+SLOTS, SIZE, DIM = 8, 1024, 32
+CONFIG = {"slots_config": {f"C{{1..{SLOTS}}}": {"dim": DIM}}}
+LEAST_S = 10.0  # of the time before and after that a change is compared with
+TIMEOUT_S = 1200.0
+
+
+def load(num_ids: int) -> None:
+    """The data loader, until it is killed."""
+    random = np.random.default_rng(0)
+    dense, label = np.zeros((SIZE, 13), np.float32), np.zeros((SIZE, 1), np.float32)
+    with DataCtx() as ctx:
+        while True:
+            ids = random.integers(num_ids, size=(SLOTS, SIZE)).astype(np.uint64)
+            features = [IDTypeFeatureWithSingleID(f"C{i + 1}", ids[i]) for i in range(SLOTS)]
+            ctx.send_data(
+                PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)], requires_grad=True)
+            )
+
+
+def train(times: str) -> None:
+    """The rank: writes when it has done a step, until it is killed."""
+    model = torch.nn.Linear(DIM, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = model
+
+        def forward(self, _dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            output: torch.Tensor = self.layer(torch.stack(embeddings).sum(0))
+            return output
+
+    adagrad = optim.Adagrad(lr=0.01)
+    with (
+        TrainCtx(adagrad, sgd, model=Model(), embedding_config=EmbeddingConfig()) as ctx,
+        Path(times).open("w", buffering=1) as file,
+    ):
+        for batch in DataLoader(StreamingDataset(), embedding_staleness=8):
+            output, labels = ctx.forward(batch)
+            assert labels is not None
+            ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
+            file.write(f"{time.monotonic()}\n")
+
+
+def steps(path: Path) -> list[float]:
+    """When the steps were done, by time.monotonic()."""
+    lines = path.read_text().splitlines()[:-1] if path.exists() else []  # the last one may be cut off
+    return [float(line) for line in lines]
+
+
+def rate(times: list[float], begin: float, end: float) -> float:
+    return sum(begin <= at < end for at in times) / (end - begin)
+
+
+def longest(times: list[float], begin: float, end: float) -> float:
+    """The longest time between two steps, in seconds."""
+    within = [at for at in times if begin - 1 <= at <= end + 1]
+    return max(b - a for a, b in itertools.pairwise(within))
+
+
+def await_steps(path: Path, number: int) -> None:
+    end = time.monotonic() + TIMEOUT_S
+    while len(steps(path)) < number:
+        if time.monotonic() > end:
+            raise RuntimeError(f"no {number} steps in {TIMEOUT_S:.0f} s")
+        time.sleep(0.2)
+
+
+@click.command(help=__doc__)
+@click.option(
+    "--sizes", default="2,3,5,2", show_default=True, help="Numbers of servers, one after the other."
+)
+@click.option("--ids", type=click.IntRange(min=1), default=50_000, show_default=True, help="Of each slot.")
+@click.option("--warm-up", type=click.IntRange(min=1), default=200, show_default=True, help="Steps.")
+def main(sizes: str, ids: int, warm_up: int) -> None:
+    numbers = [int(number) for number in sizes.split(",")]
+    spans = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "times"
+        with LocalCluster(
+            embedding_config=CONFIG, parameter_servers=numbers[0], env={"OMP_NUM_THREADS": "1"}
+        ) as cluster:
+            cluster.start_nn_worker(__file__, "train", str(path))
+            cluster.start_loader(__file__, "load", str(ids))
+            await_steps(path, warm_up)
+            for number in numbers[1:]:
+                time.sleep(LEAST_S)
+                begin = time.monotonic()
+                state = cluster.resize(number)
+                end = time.monotonic()
+                time.sleep(max(LEAST_S, end - begin))
+                spans.append((begin, end, state))
+            times = steps(path)
+    for begin, end, state in spans:
+        around = max(LEAST_S, end - begin)
+        with_change = rate(times, begin, end)
+        without = (rate(times, begin - LEAST_S, begin) + rate(times, end, end + around)) / 2
+        quiet = longest(times, begin - LEAST_S + 1, begin - 1)
+        click.echo(
+            f"{state.before} to {state.after}: {state.num_rows:,} rows, {state.num_bytes / 1e9:.3f} GB, "
+            f"{end - begin:.1f} s in all, copy {state.copy_s:.1f} s "
+            f"({state.num_bytes / 1e9 / state.copy_s:.4f} GB/s), hand-over {state.pause_s * 1e3:.0f} ms, "
+            f"longest step {longest(times, begin, end) * 1e3:.0f} ms (without {quiet * 1e3:.0f}), "
+            f"{with_change:.1f} steps/s (without {without:.1f}): {1 - with_change / without:.1%} less"
+        )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["load"]:
+        load(int(sys.argv[2]))
+    elif sys.argv[1:2] == ["train"]:
+        train(sys.argv[2])
+    else:
+        main()

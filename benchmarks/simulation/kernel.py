@@ -1,0 +1,475 @@
+"""A simulated machine room for the Python half of the product: threads, clocks and processes of one seed.
+
+A thread of the simulation is a real thread that runs only while the kernel waits for it, so one thing happens
+at a time, in an order that follows from the seed. The native half (native/simulation) has the clock; the
+kernel lets it run until the next event of this half. `Threading`, `Clock` and the like replace the modules
+of those names in the product's modules.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from benchmarks.simulation.library import Library, error_of
+
+_SECOND = 1_000_000_000
+NEVER = 1 << 62
+_STACK_BYTES = 512 << 10
+
+
+class Killed(BaseException):
+    """Ends the threads of a process that was killed."""
+
+
+class Process:
+    """A process of the simulation, on a host: with its native half of the same number."""
+
+    def __init__(self, kernel: Kernel, name: str, host: int) -> None:
+        self.kernel, self.name, self.host = kernel, name, host
+        self.number = kernel.library.process(host)
+        self.is_dead = self.is_frozen = False
+        self.exit: BaseException | int | None = None  # how it has ended, if not by a kill
+        self.threads: set[Thread] = set()
+        self.inbox: list[Callable[[], None]] = []  # what has happened while it is frozen
+        self.on_killed: list[Callable[[], None]] = []
+        kernel.processes.append(self)
+
+    @property
+    def address(self) -> str:
+        return f"host{self.host}"
+
+    def start(self, main: Callable[[], object]) -> None:
+        """Runs `main` as its main thread; the process ends with it."""
+
+        def run() -> None:
+            try:
+                main()
+                self.exit = 0
+            except Killed:
+                raise
+            except BaseException as error:
+                self.exit = error
+                self.kernel.log("%s ends: %r", self.name, error)
+                if self.kernel.trace:
+                    traceback.print_exception(error)
+            self.kill()
+
+        self.kernel.spawn(self, run)
+
+    def kill(self) -> None:
+        if self.is_dead:
+            return
+        self.is_dead = True
+        self.inbox.clear()
+        self.kernel.library.kill(self.number)
+        for callback in self.on_killed:
+            callback()
+        for thread in tuple(self.threads):
+            thread.wake()
+
+    def freeze(self, is_frozen: bool) -> None:
+        if self.is_dead:
+            return
+        self.is_frozen = is_frozen
+        self.kernel.library.freeze(self.number, is_frozen)
+        if not is_frozen:
+            for event in self.inbox:
+                self.kernel.at(self.kernel.now, event, self)
+            self.inbox = []
+
+
+class _Carrier:
+    """A real thread, which carries one thread of the simulation after the other."""
+
+    def __init__(self) -> None:
+        self.go = threading.Lock()
+        self.go.acquire()
+        self.job: Callable[[], None] | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.go.acquire()
+            assert self.job is not None
+            self.job()
+            self.job = None
+            Kernel.carriers.append(self)
+            Kernel.current.hub.release()
+
+
+class Thread:
+    """A thread of the simulation, with the part of the interface of threading.Thread that is used."""
+
+    def __init__(
+        self,
+        *,
+        target: Callable[..., object],
+        args: tuple[Any, ...] = (),
+        name: str = "",
+        daemon: bool = True,
+        process: Process | None = None,
+    ) -> None:
+        self.kernel = Kernel.current
+        self.process = process or self.kernel.process
+        self._target, self._args = target, args
+        self._carrier: _Carrier | None = None
+        self._num_waits = 0
+        self._is_waiting = False
+        self._timed_out = False
+        self._ended: list[Thread] = []
+        self._has_ended = False
+        self.result: BaseException | None = None
+
+    def start(self) -> None:
+        self.process.threads.add(self)
+        self.kernel.at(self.kernel.now, self._begin, self.process)
+
+    def _begin(self) -> None:
+        self._carrier = Kernel.carriers.pop() if Kernel.carriers else _Carrier()
+        self._carrier.job = self._run
+        self._resume()
+
+    def _run(self) -> None:
+        try:
+            self._target(*self._args)
+        except Killed:
+            pass
+        except BaseException as error:
+            self.kernel.fail(f"a thread of {self.process.name} has ended with {error!r}", error)
+        self._has_ended = True
+        self.process.threads.discard(self)
+        for waiting in self._ended:
+            waiting.wake()
+
+    def _resume(self) -> None:
+        kernel = self.kernel
+        assert self._carrier is not None
+        before, kernel.thread = kernel.thread, self
+        self._carrier.go.release()
+        kernel.hub.acquire()
+        kernel.thread = before
+
+    def wait(self, until: int = NEVER) -> bool:
+        """Of this thread: until `wake`, or the time. False: it was the time."""
+        self.check()
+        self._num_waits += 1
+        self._is_waiting, self._timed_out = True, False
+        if until < NEVER:
+            number = self._num_waits
+            self.kernel.at(until, lambda: self._time_out(number), self.process)
+        assert self._carrier is not None
+        self.kernel.hub.release()
+        self._carrier.go.acquire()
+        self.check()
+        return not self._timed_out
+
+    def check(self) -> None:
+        if self.process.is_dead:
+            raise Killed
+
+    def _time_out(self, number: int) -> None:
+        if self._is_waiting and self._num_waits == number:
+            self._timed_out = True
+            self._is_waiting = False
+            self._resume()
+
+    def wake(self) -> None:
+        if not self._is_waiting:
+            return
+        self._is_waiting = False
+        # One that was killed unwinds at once, wherever its process is.
+        self.kernel.at(self.kernel.now, self._resume, None if self.process.is_dead else self.process)
+
+    def unwind(self) -> None:
+        """Ends it now, if it waits and its process is dead."""
+        if self._carrier is not None and not self._has_ended:
+            self._is_waiting = False
+            self._resume()
+
+    def join(self, timeout: float | None = None) -> None:
+        thread = self.kernel.this_thread()
+        until = self.kernel.after(timeout)
+        while not self._has_ended and self.kernel.now < until:
+            self._ended.append(thread)
+            thread.wait(until)
+
+    def is_alive(self) -> bool:
+        return not self._has_ended
+
+
+class Kernel:
+    """The events of one seed. One at a time in a real process."""
+
+    current: ClassVar[Kernel]
+    carriers: ClassVar[list[_Carrier]] = []  # idle ones, from seed to seed
+
+    def __init__(self, library: Library, seed: int, *, trace: bool = False) -> None:
+        Kernel.current = self
+        self.library = library
+        self.random = random.Random(seed)
+        self.hub = threading.Lock()
+        self.hub.acquire()
+        library.reset(seed)
+        self._events: list[tuple[int, int, Callable[[], None], Process | None]] = []
+        self._num_events = 0
+        self._calls: dict[int, Thread] = {}
+        self._results: dict[int, tuple[int, int, str]] = {}
+        self.thread: Thread | None = None
+        self.failure: str = ""
+        self.trace = trace
+        self.spikes = 0.0  # share of the messages of the broker that take long
+        self.probes: dict[int, int] = {}  # a process of each host that never ends
+        self.processes: list[Process] = []
+        self.begin = self.now
+        self.outside = Process(self, "the simulation", 0)
+
+    @property
+    def now(self) -> int:
+        return int(self.library.now())
+
+    @property
+    def process(self) -> Process:
+        return self.outside if self.thread is None else self.thread.process
+
+    @property
+    def elapsed_s(self) -> float:
+        return (self.now - self.begin) / _SECOND
+
+    def log(self, message: str, *arguments: object) -> None:
+        if self.trace:
+            print(f"{self.elapsed_s:10.4f} {self.process.name}: {message % arguments}", flush=True)
+
+    def fail(self, failure: str, error: BaseException | None = None) -> None:
+        if not self.failure:
+            self.failure = failure
+            self.log("FAILED: %s", failure)
+
+    def this_thread(self) -> Thread:
+        assert self.thread is not None, "the kernel itself does not wait"
+        return self.thread
+
+    def after(self, seconds: float | None) -> int:
+        return NEVER if seconds is None else self.now + int(max(0.0, seconds) * _SECOND)
+
+    def at(self, when: int, event: Callable[[], None], process: Process | None = None) -> None:
+        """As `process`: not once it is dead, and later while it is frozen."""
+        self._num_events += 1
+        heapq.heappush(self._events, (max(when, self.now), self._num_events, event, process))
+
+    def later(self, seconds: float, event: Callable[[], None], process: Process | None = None) -> None:
+        self.at(self.after(seconds), event, process)
+
+    def spawn(self, process: Process, target: Callable[[], object]) -> None:
+        Thread(target=target, process=process).start()
+
+    def sleep(self, seconds: float) -> None:
+        self.this_thread().wait(self.after(seconds))
+
+    def call(self, begin: Callable[[int], int]) -> int:
+        """Waits for a call of the native half; returns its number. Raises its error."""
+        thread = self.this_thread()
+        thread.check()
+        number = begin(thread.process.number)
+        self._calls[number] = thread
+        while number not in self._results:
+            thread.wait()
+        code, result, text = self._results.pop(number)
+        if code != 0:
+            raise error_of(code)(text)
+        return result
+
+    def run(self, is_done: Callable[[], bool], limit_s: float) -> bool:
+        """Until `is_done`, which is asked between events. False: the time is over, or a check has failed."""
+        limit = self.begin + int(limit_s * _SECOND)
+        while not is_done():
+            if self.failure or self.now > limit:
+                return False
+            next_event = self._events[0][0] if self._events else limit + 1
+            if self.library.run(next_event):
+                self._take_results()
+                continue
+            when, _, event, process = heapq.heappop(self._events)
+            self.library.advance(when)
+            if process is None or not (process.is_dead or process.is_frozen):
+                event()
+            elif not process.is_dead:
+                process.inbox.append(event)
+        return True
+
+    def _take_results(self) -> None:
+        for number, *result in self.library.take_ended():
+            thread = self._calls.pop(number, None)
+            if thread is not None and not thread.process.is_dead:
+                self._results[number] = tuple(result)  # type: ignore[assignment]
+                thread.wake()
+
+    def close(self) -> None:
+        """Ends all threads."""
+        for process in self.processes:
+            process.on_killed.clear()
+            threads = tuple(process.threads)
+            process.kill()
+            for thread in threads:
+                thread.unwind()
+        self._events.clear()
+
+
+class Lock:
+    """threading.Lock and threading.RLock."""
+
+    is_reentrant = False
+
+    def __init__(self) -> None:
+        self._owner: Thread | None = None
+        self._count = 0
+        self._waiting: list[Thread] = []
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        kernel = Kernel.current
+        thread = kernel.thread
+        if self.is_reentrant and thread is not None and self._owner is thread:
+            self._count += 1
+            return True
+        until = kernel.after(None if timeout < 0 else timeout)
+        while self._count:
+            if not blocking or kernel.now >= until:
+                return False
+            self._waiting.append(kernel.this_thread())
+            kernel.this_thread().wait(until)
+        self._owner, self._count = thread, 1
+        return True
+
+    def release(self) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._owner = None
+            for thread in self._waiting:
+                thread.wake()
+            self._waiting = []
+
+    def locked(self) -> bool:
+        return self._count > 0
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self.release()
+
+
+class RLock(Lock):
+    is_reentrant = True
+
+
+class Condition:
+    def __init__(self, lock: Lock | None = None) -> None:
+        self._lock = lock or RLock()
+        self._waiting: list[Thread] = []
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *_exc_info: object) -> None:
+        self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        kernel = Kernel.current
+        thread = kernel.this_thread()
+        until = kernel.after(timeout)
+        self._waiting.append(thread)
+        self._lock.release()
+        try:
+            return thread.wait(until)
+        finally:
+            if thread in self._waiting:
+                self._waiting.remove(thread)
+            if not thread.process.is_dead:
+                self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
+        kernel = Kernel.current
+        until = kernel.after(timeout)
+        while not (result := predicate()):
+            if kernel.now >= until:
+                return result
+            self.wait(None if until == NEVER else (until - kernel.now) / _SECOND)
+        return result
+
+    def notify(self, n: int = 1) -> None:
+        for thread in self._waiting[:n]:
+            thread.wake()
+        del self._waiting[:n]
+
+    def notify_all(self) -> None:
+        self.notify(len(self._waiting))
+
+
+class Event:
+    def __init__(self) -> None:
+        self._is_set = False
+        self._changed = Condition()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._changed.notify_all()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_set, timeout)
+        return self._is_set
+
+
+class Threading:
+    """In place of the module threading."""
+
+    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
+
+
+class Clock:
+    """In place of the module time."""
+
+    @staticmethod
+    def monotonic() -> float:
+        if (thread := Kernel.current.thread) is not None:
+            thread.check()
+        return Kernel.current.now / _SECOND
+
+    @staticmethod
+    def time() -> float:
+        return 1_700_000_000 + Kernel.current.now / _SECOND
+
+    @staticmethod
+    def monotonic_ns() -> int:
+        return Kernel.current.now
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        Kernel.current.sleep(seconds)
+
+
+@contextmanager
+def patched(modules: dict[Any, dict[str, object]]) -> Iterator[None]:
+    """The names of these modules stand for other things in the block."""
+    before = {module: {name: getattr(module, name) for name in names} for module, names in modules.items()}
+    try:
+        for module, names in modules.items():
+            for name, value in names.items():
+                setattr(module, name, value)
+        yield
+    finally:
+        for module, names in before.items():
+            for name, value in names.items():
+                setattr(module, name, value)

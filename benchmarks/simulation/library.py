@@ -1,0 +1,117 @@
+"""native/simulation by ctypes: the native half of the simulation."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from persia import errors
+
+_ROOT = Path(__file__).resolve().parents[2]
+PATH = _ROOT / "build" / "native" / "simulation" / "libpersia_simulation.so"
+_MAX_TEXT = 2048
+
+_P, _I32, _U32, _I64, _U64 = (
+    ctypes.c_void_p,
+    ctypes.c_int32,
+    ctypes.c_uint32,
+    ctypes.c_int64,
+    ctypes.c_uint64,
+)
+_S, _D = ctypes.c_char_p, ctypes.c_double
+# By name: result, arguments. As in native/simulation/cluster.cc.
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "reset": (None, [_U64]),
+    "now": (_I64, []),
+    "advance": (None, [_I64]),
+    "run": (_I64, [_I64]),
+    "take_ended": (_I64, [_P, _P, _S, _I64]),
+    "process": (_I32, [_I32]),
+    "freeze": (None, [_I32, _I32]),
+    "kill": (None, [_I32]),
+    "cut": (None, [_I32, _I32, _I32]),
+    "is_cut": (_I32, [_I32, _I32]),
+    "listens": (_I32, [_S]),
+    "owner": (_I32, [_S]),
+    "weather": (None, [_I64, _D, _D]),
+    "violation": (_S, []),
+    "server": (_P, [_I32, _U32, _U32, _I64, _I32]),
+    "server_incarnation": (_U64, [_P]),
+    "server_state": (_I32, [_P]),
+    "server_serves": (_I32, [_P]),
+    "server_is_copying": (_I32, [_P]),
+    "log_state": (_I32, [_P]),
+    "log_has_copy": (_I32, [_P]),
+    "log_silent_for": (_D, [_P]),
+    "server_count": (_U64, [_P, _S]),
+    "server_start": (_I64, [_I32, _P, _S]),
+    "server_stop": (_I64, [_I32, _P]),
+    "server_attach": (_I64, [_I32, _P, _S, _U64]),
+    "server_release": (_I64, [_I32, _P]),
+    "server_fence": (_I64, [_I32, _P, _S]),
+    "log_follow": (_I64, [_I32, _P, _U64]),
+    "log_take_over": (_I64, [_I32, _P, _I32]),
+    "log_renounce": (_I64, [_I32, _P]),
+    "server_digest": (_I64, [_I32, _P]),
+    "worker": (_P, [_I32, _U32, _U64]),
+    "worker_incarnation": (_U64, [_P]),
+    "worker_count": (_U64, [_P, _S]),
+    "worker_set_server": (None, [_P, _U32, _S]),
+    "worker_start": (_I64, [_I32, _P, _S]),
+    "worker_register": (_I64, [_I32, _P, _U32, _S, _I64]),
+    "id_features": (_I64, [_U32, _S, _I64]),
+    "client": (_P, [_I32, _U32]),
+    "client_worker": (_I64, [_I32, _P, _U32, _I32, _S]),
+    "client_configure": (_I64, [_I32, _P, _D]),
+    "client_lookup": (_I64, [_I32, _P, _U32, _U64, _U64, _D]),
+    "client_lookup_direct": (_I64, [_I32, _P, _U32, _S, _I64, _U32, _U64, _U64, _D]),
+    "batch": (None, [_P, _P, _P, _P]),
+    "client_return": (_I64, [_I32, _P, _P, _U32, _U64, _U64, _D]),
+    "client_count_rows": (_I64, [_I32, _P, _D]),
+    "client_release": (_I64, [_I32, _P, _U32, _U64, _U64, _D]),
+}
+
+# By the number of persia::StatusCode.
+_ERRORS = (
+    errors.PersiaError,
+    errors.InvalidArgumentError,
+    errors.NotFoundError,
+    errors.CorruptionError,
+    errors.UnavailableError,
+    errors.DeadlineExceededError,
+    errors.ResourceExhaustedError,
+    errors.StorageError,
+    errors.InternalError,
+    errors.FailedPreconditionError,
+    errors.PermissionDeniedError,
+)
+
+
+def error_of(code: int) -> type[errors.PersiaError]:
+    return _ERRORS[code]
+
+
+class Library:
+    """The functions of the library, by their names without `sim_`."""
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL(str(PATH))  # it never calls Python, and is quick: the GIL stays
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"sim_{name}")
+            function.restype, function.argtypes = result, arguments
+            if name != "take_ended":
+                setattr(self, name, function)
+        self._take_ended = library.sim_take_ended
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def take_ended(self) -> Iterator[tuple[int, int, int, str]]:
+        """(call, status code, number, text) of the calls that have ended."""
+        code, number = _I32(), _I64()
+        text = ctypes.create_string_buffer(_MAX_TEXT)
+        for _ in range(self.run(0)):
+            call = self._take_ended(ctypes.byref(code), ctypes.byref(number), text, _MAX_TEXT)
+            yield call, code.value, number.value, text.value.decode(errors="replace")

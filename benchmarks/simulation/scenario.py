@@ -1,0 +1,235 @@
+"""One seed: a job, faults at random moments, and what must hold meanwhile and afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmarks.simulation.job import Job, simulated
+from benchmarks.simulation.kernel import Kernel
+from benchmarks.simulation.library import Library
+
+# Virtual seconds. What a fault and the repair of its consequences may take, after which the job must go on.
+_FAULTS_END_S = 40.0
+_LIMIT_S = 240.0
+_SETTLED_S = 60.0
+_READS = 0.3  # share of the seeds with reads beside the training
+
+
+@dataclass
+class Outcome:
+    seed: int
+    failure: str = ""  # empty: everything held
+    elapsed_s: float = 0.0  # virtual
+    faults: Counter[str] = field(default_factory=Counter)
+    has_lost_rows: bool = False  # which the rank was told
+    digest: int = 0
+
+
+class Faults:
+    """Faults of one seed, drawn when their time has come."""
+
+    def __init__(self, job: Job, outcome: Outcome) -> None:
+        self.job, self.kernel, self.outcome = job, job.kernel, outcome
+        self._random = self.kernel.random
+        self._num_active = 0
+        kinds: dict[str, tuple[float, Callable[[], str | None]]] = {
+            "kill a server": (3, self._kill_server),
+            "freeze": (2, self._freeze),
+            "cut a link": (2, self._cut_link),
+            "cut a host off": (2, self._cut_host),
+            "restart the broker": (1, self._restart_broker),
+            "kill a worker": (1, lambda: self._kill("worker 0", "worker 1")),
+            "kill the loader": (1, lambda: self._kill("loader")),
+        }
+        # Each seed has its own mixture: one kind alone finds other things than all together.
+        self._kinds = {
+            name: (weight * self._random.choice((0.0, 0.3, 1.0, 3.0)), act)
+            for name, (weight, act) in kinds.items()
+        }
+
+    def start(self) -> None:
+        kernel, rng = self.kernel, self._random
+        kernel.spikes = rng.choice((0.0, 0.0, 0.02, 0.1))
+        breaks = rng.choice((0.0, 0.0, 0.003, 0.02))
+        kernel.library.weather(rng.choice((500_000, 2_000_000, 20_000_000)), kernel.spikes, breaks)
+        # The first within the start of the job, too.
+        kernel.later(rng.uniform(0.0, 8.0), self._next)
+
+    def _next(self) -> None:
+        if self.kernel.elapsed_s > _FAULTS_END_S or self.job.is_trained:
+            return
+        weights = [weight for weight, _ in self._kinds.values()]
+        if sum(weights) > 0:
+            name = self._random.choices(tuple(self._kinds), weights)[0]
+            target = self._kinds[name][1]()
+            if target is not None:
+                self.outcome.faults[name] += 1
+                self.kernel.log("FAULT: %s: %s", name, target)
+        self.kernel.later(self._random.expovariate(1 / 3.0), self._next)
+
+    def _length_s(self) -> float:
+        return self._random.choice((0.1, 1.0, 3.0, 8.0, 15.0)) * self._random.uniform(0.5, 1.0)
+
+    def _begin(self) -> bool:
+        """Whether a fault that may cost a copy may begin: one at a time, while there are two copies."""
+        if self._num_active or not self.job.has_two_copies():
+            return False
+        self._num_active += 1
+        self.job.may_lose_rows |= not self.job.reaches_broker()
+        return True
+
+    def _end(self) -> None:
+        self._num_active -= 1
+
+    def _kill_server(self) -> str | None:
+        if not self._begin():
+            return None
+        self.kernel.later(0.0, self._end)
+        return self._kill("server", "standby")
+
+    def _kill(self, *names: str) -> str | None:
+        process = self.job.roles[self._random.choice(names)].process
+        if process is None or process.is_dead:
+            return None
+        process.kill()
+        return process.name
+
+    def _freeze(self) -> str | None:
+        names = (*self.job.roles, "server", "standby")  # those more often
+        process = self.job.roles[self._random.choice(names)].process
+        if process is None or process.is_dead or process.is_frozen or not self._begin():
+            return None
+        length_s = self._length_s()
+        process.freeze(True)
+
+        def thaw() -> None:
+            process.freeze(False)
+            self._end()
+
+        self.kernel.later(length_s, thaw)
+        return f"{process.name} for {length_s:.1f} s"
+
+    def _cut(self, links: list[tuple[int, int]]) -> str | None:
+        if not self._begin():
+            return None
+        length_s = self._length_s()
+        for host, other in links:
+            self.kernel.library.cut(host, other, True)
+
+        def heal() -> None:
+            for host, other in links:
+                self.kernel.library.cut(host, other, False)
+            self._end()
+
+        self.kernel.later(length_s, heal)
+        return f"{links} for {length_s:.1f} s"
+
+    def _hosts(self) -> list[int]:
+        return [role.host for role in self.job.roles.values()] + [self.job.broker.process.host]
+
+    def _cut_link(self) -> str | None:
+        host, other = self._random.sample(self._hosts(), 2)
+        return self._cut([(host, other)])
+
+    def _cut_host(self) -> str | None:
+        host = self._random.choice(self._hosts())
+        return self._cut([(host, other) for other in self._hosts() if other != host])
+
+    def _restart_broker(self) -> str | None:
+        if not self.job.broker.is_up:
+            return None
+        # Then the death of a server costs both copies if the standby cannot tell in time that it has died.
+        self.job.may_lose_rows |= not self.job.has_two_copies()
+        length_s = min(5.0, self._length_s())
+        self.job.broker.restart(length_s)
+        return f"for {length_s:.1f} s"
+
+
+def run_seed(
+    library: Library, seed: int, *, expected: int | None, trace: bool = False, has_faults: bool = True
+) -> Outcome:
+    """`expected`: the digest of the rows that nothing disturbed; None to find it out."""
+    outcome = Outcome(seed)
+    kernel = Kernel(library, seed, trace=trace)
+    with simulated(kernel):
+        rng = kernel.random
+        job = Job(kernel, deadline_s=rng.choice((2, 3, 4)), reads=has_faults and rng.random() < _READS)
+        if has_faults:
+            Faults(job, outcome).start()
+        job.start()
+        try:
+            _check(job, outcome, expected)
+        finally:
+            outcome.elapsed_s = kernel.elapsed_s
+            kernel.close()
+    return outcome
+
+
+def _check(job: Job, outcome: Outcome, expected: int | None) -> None:
+    kernel = job.kernel
+
+    def is_done() -> bool:
+        if violation := kernel.library.violation():
+            kernel.fail(violation.decode())
+        outcome.has_lost_rows = job.has_lost_rows
+        return job.is_trained or job.has_lost_rows
+
+    is_ended = kernel.run(is_done, _LIMIT_S)
+    if kernel.failure:
+        outcome.failure = kernel.failure
+        return
+    if not is_ended:
+        outcome.failure = f"no end after {kernel.elapsed_s:.0f} s: trained {job.trained}"
+        return
+    if outcome.has_lost_rows:
+        return
+    if job.trained != list(range(job.num_batches)):
+        outcome.failure = f"trained {job.trained}"
+        return
+    # Then there are two copies again, and both have the bits of a run that nothing disturbed.
+    kernel.run(job.has_two_copies, kernel.elapsed_s + _SETTLED_S)
+    outcome.has_lost_rows = job.has_lost_rows
+    if outcome.has_lost_rows and not kernel.failure:
+        return
+    if not job.has_two_copies():
+        outcome.failure = kernel.failure or "there are no two copies after a minute without faults"
+        return
+    outcome.failure = _compare(job, outcome, expected) or _count(job)
+
+
+def _compare(job: Job, outcome: Outcome, expected: int | None) -> str:
+    digests: dict[str, int] = {}
+
+    def measure(name: str) -> None:
+        server = job.server_of(name)
+        process = job.roles[name].process
+        assert server is not None
+        assert process is not None
+        job.kernel.spawn(process, lambda: digests.__setitem__(name, server.digest()))
+
+    # The standby applies its log behind the primary.
+    job.kernel.run(lambda: False, job.kernel.elapsed_s + 1.0)
+    primaries = job.primaries()
+    if len(primaries) != 1:
+        return f"{len(primaries)} primaries"
+    for name in ("server", "standby"):
+        measure(name)
+    job.kernel.run(lambda: len(digests) == 2, job.kernel.elapsed_s + 1.0)
+    outcome.digest = digests.get(primaries[0][0], 0)
+    if expected is not None and set(digests.values()) != {expected}:
+        return f"rows differ: {digests} instead of {expected}"
+    return ""
+
+
+def _count(job: Job) -> str:
+    for worker in job.workers:
+        registered = worker.count("num_registered")
+        ended = [
+            worker.count(f"num_{what}")
+            for what in ("returned", "released", "expired", "buffered", "in_flight")
+        ]
+        if registered != sum(ended):
+            return f"registered {registered} and not {ended}"
+    return ""

@@ -1,0 +1,66 @@
+"""`persia-launcher resize`: changes the number of parameter servers of a running job."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from persia.launcher.options import COUNT, job_options, job_session, option
+
+
+@click.command("resize")
+@job_options
+@option(
+    "--parameter-servers",
+    type=COUNT,
+    required=True,
+    help="How many parameter servers the job is to have.",
+)
+def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None:
+    """Change the number of parameter servers of a job of `persia-launcher local` while it trains.
+
+    New servers are started beside those that run, and get their rows and what changes. Then they take over
+    within some tens of milliseconds, and the old servers end. No batch fails, and each update is applied
+    once. Meanwhile all rows are in memory twice.
+
+    If anything fails before the new servers take over, they end, and the old ones continue. Ends with exit
+    code 1 then. No checkpoint can be written or loaded until it is over.
+
+    Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
+    """
+    from persia.errors import UnavailableError
+    from persia.launcher.resizing import ResizeQuestion, ResizeState
+    from persia.waiting import Attempts
+
+    with job_session(nats_url, job_name, name="resize", role="admin") as session:
+
+        def ask(wanted: int) -> ResizeState:
+            question = ResizeQuestion(parameter_servers=wanted).encode()
+            return ResizeState.decode(session.request(session.subjects.resize_job, question, 30.0))
+
+        try:
+            state = ask(parameter_servers)
+        except UnavailableError as error:
+            if not error.has_no_listener:
+                raise
+            raise UnavailableError(
+                f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
+                "starts and ends the servers of a job"
+            ) from None
+        shown = ""
+        for _ in Attempts(float("inf"), pause_s=0.2):
+            if state.step != shown and not state.is_over:
+                click.echo(f"{state.step} ...", err=True)
+                shown = state.step
+            if state.is_over:
+                break
+            state = ask(0)
+    if state.failure:
+        click.secho(f"still {state.before} parameter servers: {state.failure}", fg="red", err=True)
+        sys.exit(1)
+    click.echo(
+        f"{state.after} parameter servers instead of {state.before}: {state.num_rows} rows, "
+        f"{state.num_bytes / 1e6:.1f} MB in {state.copy_s:.1f} s; requests waited for "
+        f"{state.pause_s * 1e3:.0f} ms"
+    )

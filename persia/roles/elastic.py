@@ -1,0 +1,163 @@
+"""A parameter server's part in a change of the number of servers (ADR 34).
+
+The native server copies its rows, and hands them over. This module answers the coordinator
+(persia/launcher/resizing.py), and keeps a server silent while it has not all rows, or no more.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from persia.checkpoint.protocol import Request, Verb
+from persia.checkpoint.server_job import max_processors
+from persia.checkpoint.service import CheckpointService
+from persia.config import GlobalConfig
+from persia.errors import FailedPreconditionError, ResourceExhaustedError
+from persia.logger import get_default_logger
+from persia.messaging.discovery import Advertiser
+from persia.messaging.payloads import JsonMessage
+from persia.messaging.session import NatsSession
+from persia.roles.lifetime import ServerOptions
+from persia.validation import Count
+
+if TYPE_CHECKING:
+    from persia._native import ParameterServer
+
+_PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
+
+
+class Step(Enum):
+    """What the coordinator asks of a server."""
+
+    WHO = "who"
+    COPY = "copy"  # of an old one: send your rows and their changes to the new ones
+    HAND_OVER = "hand over"  # of an old one: answer nothing any more, and send what has changed last
+    GIVE_UP = "give up"  # of an old one: forget the new ones, and answer again
+    SERVE = "serve"  # of a new one, which has all rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeRequest(JsonMessage):
+    """Coordinator to server."""
+
+    what = "resize request"
+
+    step: Step
+    targets: tuple[tuple[str, str], ...] = ()  # of COPY: address and incarnation of the new servers, by index
+    percent: Count = 100  # of COPY: what it may take of the processors
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResizeReport(JsonMessage):
+    """Server to coordinator."""
+
+    what = "resize report"
+
+    address: str
+    incarnation: str  # 16 hex digits
+    refusal: str = ""  # why the server cannot be replaced
+    state: str = ""  # of its copy: copying, following, handed over, failed; empty: it copies nothing
+    num_bytes: Count = 0
+    num_rows: Count = 0
+    round_s: float = 0.0  # of the last changes that it has sent
+    failure: str = ""
+
+
+def refusal_of(config: GlobalConfig) -> str:
+    """Why the number of servers with this config cannot be changed; empty if it can."""
+    section = config.embedding_parameter_server_config
+    if section.standbys:
+        return "they have standbys (embedding_parameter_server_config.standbys)"
+    if section.storage.has_pool:
+        return "their rows are in a storage tier (embedding_parameter_server_config.storage)"
+    if section.enable_incremental_update:
+        return "incremental updates remember what changes (enable_incremental_update)"
+    return ""
+
+
+class ElasticServer:
+    """Answers the coordinator from its creation to `close`. Thread-safe."""
+
+    def __init__(
+        self,
+        session: NatsSession,
+        server: ParameterServer,
+        options: ServerOptions,
+        address: str,
+        config: GlobalConfig,
+    ) -> None:
+        self._server, self._address, self._config = server, address, config
+        self._has_rows = options.sources == 0
+        self._lock = threading.Lock()  # between a change and a checkpoint
+        self._checkpoints: CheckpointService | None = None
+        self._advertiser: Advertiser | None = None
+        subject = session.subjects.resize(options.generation, options.replica_index)
+        self._registration = session.respond(subject, self._answer)
+
+    def close(self) -> None:
+        self._registration.close()
+
+    @property
+    def is_serving(self) -> bool:
+        """False: it has not all rows yet, or has handed them over."""
+        return self._has_rows and not self._server.has_handed_over
+
+    def advertisement(self) -> dict[str, Any]:
+        """More arguments of `advertised`."""
+        return {"is_serving": lambda: self.is_serving}
+
+    def start(self, advertiser: Advertiser, checkpoints: CheckpointService) -> None:
+        """Once the server is advertised."""
+        self._advertiser, self._checkpoints = advertiser, checkpoints
+
+    def handle_checkpoint(self, payload: bytes) -> bytes | None:
+        """`handle` of the CheckpointService. Of the servers before and after, one answers."""
+        checkpoints = self._checkpoints
+        if not self.is_serving or checkpoints is None:
+            return None
+        with self._lock:
+            begins = Request.decode(payload).verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE)
+            if begins and self._server.transfer is not None:
+                raise ResourceExhaustedError("the number of parameter servers is being changed")
+            return checkpoints.handle(payload)
+
+    def _answer(self, payload: bytes) -> bytes:
+        request = ResizeRequest.decode(payload)
+        if request.step is Step.COPY:
+            self._copy(request)
+        elif request.step is Step.HAND_OVER:
+            self._server.hand_over()
+        elif request.step is Step.GIVE_UP:
+            self._server.resume()
+        elif request.step is Step.SERVE:
+            self._serve()
+        return self._report().encode()
+
+    def _report(self) -> ResizeReport:
+        progress = self._server.transfer or {}
+        return ResizeReport(
+            address=self._address,
+            incarnation=f"{self._server.incarnation:016x}",
+            refusal=refusal_of(self._config) or self._server.transfer_refusal,
+            **progress,
+        )
+
+    def _copy(self, request: ResizeRequest) -> None:
+        with self._lock:
+            if self._checkpoints is None or self._checkpoints.is_busy:
+                raise FailedPreconditionError("a checkpoint is being written or loaded: try again after it")
+            targets = [(address, int(incarnation, 16)) for address, incarnation in request.targets]
+            processors = max_processors(request.percent)
+            self._server.begin_transfer(targets, max_processors=processors, deadline_s=_PIECE_S)
+
+    def _serve(self) -> None:
+        if self._advertiser is None:
+            raise FailedPreconditionError("the server is not admitted to the job yet")
+        self._server.serve()
+        if not self._has_rows:
+            self._has_rows = True
+            self._advertiser.publish_again()
+            get_default_logger().info("%s has its rows, and answers", self._advertiser.info)

@@ -1,0 +1,178 @@
+"""Another number of parameter servers while the job trains: equal results, also where servers die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos.job import Outcome, Settings, descendants, differences, started, trained_by
+from benchmarks.chaos.job import undisturbed as undisturbed_chaos
+from persia.errors import FailedPreconditionError, UnavailableError
+from persia.waiting import Attempts
+
+from .conftest import jobs
+from .test_standby import await_batch, check_equal
+
+NUM_BATCHES = 400
+SERVER = "embedding-parameter-server"
+
+
+def start(start_job: Any, folder: Path, *, gate: bool = False, **options: Any) -> Any:
+    # The gate leaves batches for what is to be seen of the last servers.
+    gated = ("--gate", str(folder / "gate"), "--gate-at", str(NUM_BATCHES - 40)) if gate else ()
+    return start_job(
+        *("--reproducible", "--staleness", "1", "--dump", str(folder / "rows"), "--dump-at-the-end"),
+        *("--pace", "0.01", *gated),
+        loaders=[["--batches", str(NUM_BATCHES)]],
+        parameter_servers=2,
+        embedding_workers=2,
+        env={"PERSIA_DEADLINE_SEC": "300"},
+        start_deadline_s=300,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with jobs(folder) as start_job:
+        job = start(start_job, folder)
+        assert job.finish_nn_worker() == 0, job.nn_worker.output
+        yield job, folder / "rows"
+
+
+def names(job: Any) -> list[str]:
+    """Of the parameter servers that run."""
+    running = [process.name for process in job.cluster.processes if process.exit_code is None]
+    return [name for name in running if name.startswith(SERVER)]
+
+
+def kill_when_it_runs(job: Any, name: str) -> None:
+    for _ in Attempts(240):
+        if name in names(job):
+            return job.cluster.kill(name)
+
+
+@pytest.mark.timeout(900)
+def test_more_servers_and_fewer_give_the_bits_of_a_job_that_keeps_its_own(
+    start_job: Any, undisturbed: Any, tmp_path: Path
+) -> None:
+    job = start(start_job, tmp_path, gate=True)
+    await_batch(job, 20)
+    with pytest.raises(FailedPreconditionError, match="2 parameter servers already"):
+        job.cluster.resize(2)
+    # One of the new servers dies: the old ones continue.
+    killer = threading.Thread(target=kill_when_it_runs, args=(job, f"{SERVER}-1-of-3"))
+    killer.start()
+    with pytest.raises(UnavailableError, match=f"{SERVER}-1-of-3 has ended"):
+        job.cluster.resize(3)
+    killer.join()
+    assert names(job) == [f"{SERVER}-0", f"{SERVER}-1"]
+    state = job.cluster.resize(3)
+    assert (state.before, state.after, state.failure) == (2, 3, "")
+    assert state.num_rows > 0
+    assert names(job) == [f"{SERVER}-{index}-of-3" for index in range(3)]
+    job.cluster.resize(2)
+    assert names(job) == [f"{SERVER}-{index}-of-2" for index in range(2)]
+    (tmp_path / "gate").touch()
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    check_equal(job, undisturbed[0], tmp_path / "rows", undisturbed[1])
+    (report,) = job.reports
+    assert len(report["sizes"]) == 2
+
+
+def test_what_cannot_be_moved_is_refused_before_anything_starts(start_job: Any) -> None:
+    from persia.testing import LocalCluster
+
+    section = {"embedding_parameter_server_config": {"enable_incremental_update": True}}
+    slots = {"slots_config": {"user": {"dim": 8}}}
+    with LocalCluster(embedding_config=slots, global_config=section, start_deadline_s=300) as cluster:
+        with pytest.raises(FailedPreconditionError, match="enable_incremental_update"):
+            cluster.resize(2)
+        assert [process.name for process in cluster.processes if "-of-" in process.name] == []
+
+
+class Launched:
+    """A job of the launcher, followed by what it prints."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.lines: list[str] = []
+        self._env: dict[str, str] = {}
+
+    def await_line(self, pattern: str) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"(PERSIA_NATS_URL)=(\S+) (PERSIA_JOB_NAME)=(\S+)", line):
+                self._env = {found[1]: found[2], found[3]: found[4]}
+            if re.search(pattern, line):
+                return
+        raise AssertionError("".join(self.lines))
+
+    def await_end(self) -> int:
+        with contextlib.suppress(AssertionError):
+            self.await_line("$^")
+        return self._process.wait()
+
+    def resize(self, number: int) -> subprocess.Popen[str]:
+        command = (sys.executable, "-m", "persia.launcher", "resize", "--parameter-servers", str(number))
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **self._env},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def signal_loaders(self, number: signal.Signals) -> None:
+        """Stopped, they leave batches for what follows, however slow the machine is."""
+        for pid, command in descendants(self._process.pid):
+            if "jobs/loader.py" in command:
+                os.kill(pid, number)
+
+    def kill_server(self, replicas: int) -> None:
+        """The first one of so many."""
+        wanted = f" {SERVER} --port=0 --replica-index=0 --replica-size={replicas} "
+        (pid, *_) = [pid for pid, command in descendants(self._process.pid) if wanted in command]
+        os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(900)
+def test_a_job_of_the_launcher_rolls_back_with_the_servers_that_it_has(tmp_path: Path) -> None:
+    settings = Settings(batches=200, every_steps=20)
+    with started(tmp_path / "job", settings, 2) as process:
+        job = Launched(process)
+        job.await_line(r"\| step 30$")
+        job.signal_loaders(signal.SIGSTOP)
+        # An old server dies in the middle: the job returns to its checkpoint, with two servers.
+        resizing = job.resize(3)
+        job.await_line(rf"^{SERVER}-2-of-3 ")
+        job.kill_server(2)
+        output, _ = resizing.communicate()
+        assert resizing.returncode == 1, output
+        assert "still 2 parameter servers" in output
+        job.await_line(r"\| step 60$")
+        job.signal_loaders(signal.SIGSTOP)
+        resizing = job.resize(3)
+        job.await_line("2 were replaced by 3")
+        job.signal_loaders(signal.SIGCONT)
+        output, _ = resizing.communicate()
+        assert resizing.returncode == 0, output
+        # A server of the three dies: the job returns to its checkpoint, with three.
+        job.kill_server(3)
+        job.await_line("every process is started again")
+        assert job.await_end() == 0, "".join(job.lines)
+    ended = Outcome(tmp_path / "job", 0, "".join(job.lines), *trained_by(tmp_path / "job" / "rank0.log"))
+    assert sorted(ended.trained) == list(range(200))
+    assert differences(ended, undisturbed_chaos(tmp_path / "alone", settings)) == []
