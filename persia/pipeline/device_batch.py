@@ -168,12 +168,14 @@ class _Block:
         shape, step = (self.batch_size, self.dim), self.batch_size * self.dim * bags.element_size()
         return [_view(bags, i * step, shape, torch.float32) for i in range(len(self.slots))]
 
-    def sum_by_row(
-        self, gradients: Sequence[torch.Tensor | None], inverse_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, dim], each slot's greatest magnitude before it was scaled). None counts as zeros."""
+    def join(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """A copy of the block's part of the batch's gradients, [bags, dim]. None counts as zeros."""
         zeros = self._rows.new_zeros(()).expand(self.batch_size, self.dim)
-        bags = torch.cat([zeros if gradient is None else gradient for gradient in gradients])
+        mine = [gradients[position] for position in self.slots]
+        return torch.cat([zeros if gradient is None else gradient for gradient in mine])
+
+    def sum_by_row(self, bags: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """([rows, dim], each slot's greatest magnitude before it was scaled)."""
         greatest = torch.linalg.vector_norm(bags.view(len(self.slots), -1), float("inf"), dim=1)
         # The scale times the bag's factor, then times the gradient: rounded as the kernels round.
         if self._factors is not None:
@@ -278,49 +280,56 @@ class DeviceBatch:
 class OutgoingGradients:
     """The gradients of a batch, on the device until a gradient thread asks for them."""
 
+    @torch.no_grad()
     def __init__(self, lane: Lane, packs: Sequence[_Pack], leaves: Leaves, scale: float) -> None:
-        self._lane, self._mark = lane, lane.mark()
-        self._memory = [pack.sent.memory for pack in packs]
-        self._blocks = [block for pack in packs for block in pack.blocks]
+        self._lane = lane
         self._names = [name for name, _ in leaves]
-        # Not the leaves: their values end with the batch.
-        self._gradients = [leaf.grad for _, leaf in leaves]
         # In float32, as the native sums: the quotient of float64 may round otherwise.
         self._inverse_scale = float(np.float32(1.0) / np.float32(scale))
+        gradients = [leaf.grad for _, leaf in leaves]
+        self._present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+        blocks = [block for pack in packs for block in pack.blocks]
+        self._blocks = [block for block in blocks if self._present.intersection(block.slots)]
+        self._alone = sorted(self._present.difference(*(block.slots for block in blocks)))
+        self._shapes = [leaves[i][1].shape for i in self._alone]
+        # Copies, made before the loop does more: a hook may return the same buffer for each batch, and a CUDA
+        # graph writes its gradients to the same memory. Not the leaves: their values end with the batch.
+        self._copies = [block.join(gradients) for block in self._blocks]
+        if self._alone:
+            alone = [gradient for i in self._alone if (gradient := gradients[i]) is not None]
+            self._copies.append(torch.cat([gradient.reshape(-1) for gradient in alone]))
+        self._memory = [pack.sent.memory for pack in packs]
+        self._mark = lane.mark()
 
     @torch.no_grad()
     def fetch(self) -> list[tuple[str, SlotGradient]]:
         """(slot, its gradient) of each leaf, on the host. Waits for the device. Called once."""
         taken: list[SlotGradient] = [None] * len(self._names)
-        present = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
-        if not present:
+        if not self._present:
             return list(zip(self._names, taken, strict=True))
-        in_blocks = {position for block in self._blocks for position in block.slots}
-        alone = [i for i in present if i not in in_blocks]
-        read = [gradient for gradient in self._gradients if gradient is not None]
-        with self._lane.behind(self._mark, [*read, *self._memory]):
+        with self._lane.behind(self._mark, [*self._copies, *self._memory]):
             pieces: list[torch.Tensor] = []
-            for block in self._blocks:
-                pieces += block.sum_by_row([self._gradients[i] for i in block.slots], self._inverse_scale)
-            pieces += [gradient for i in alone if (gradient := self._gradients[i]) is not None]
+            for block, bags in zip(self._blocks, self._copies, strict=False):
+                pieces += block.sum_by_row(bags, self._inverse_scale)
+            pieces += self._copies[len(self._blocks) :]
             values = self._lane.fetch(torch.cat([piece.reshape(-1) for piece in pieces]))
-        arrays = [
-            array.reshape(piece.shape)
-            for array, piece in zip(
-                np.split(values, np.cumsum([piece.numel() for piece in pieces])[:-1]), pieces, strict=True
-            )
-        ]
-        for k, block in enumerate(self._blocks):
-            sums, greatest = arrays[2 * k : 2 * k + 2]
+        shapes = [piece.shape for piece in pieces[: 2 * len(self._blocks)]] + self._shapes
+        arrays = _split(values, shapes)
+        for block, sums, greatest in zip(self._blocks, arrays[0::2], arrays[1::2], strict=False):
             for slot, i in enumerate(block.slots):
-                if self._gradients[i] is not None:
+                if i in self._present:
                     rows = slice(block.first_rows[slot], block.first_rows[slot + 1])
                     taken[i] = (sums[rows], float(greatest[slot]))
-        for i, array in zip(alone, arrays[2 * len(self._blocks) :], strict=True):
+        for i, array in zip(self._alone, arrays[2 * len(self._blocks) :], strict=True):
             taken[i] = array
         # Memory of the device, while the servers are waited for.
-        self._blocks, self._gradients, self._memory = [], [], []
+        self._blocks, self._copies, self._memory = [], [], []
         return list(zip(self._names, taken, strict=True))
+
+
+def _split(values: NDArray[np.float32], shapes: Sequence[torch.Size]) -> list[NDArray[np.float32]]:
+    ends = np.cumsum([shape.numel() for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(values, ends[:-1]), shapes, strict=True)]
 
 
 def _sum_bags(rows: torch.Tensor, numbers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,8 +18,8 @@ from persia.config import parse_embedding_config
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
-from persia.embedding.data import PersiaBatch
-from persia.embedding.optim import Adagrad
+from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
+from persia.embedding.optim import SGD, Adagrad
 from persia.job import batch_pipeline
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.device_batch import Lane, OutgoingGradients, lane_of
@@ -282,3 +284,81 @@ def test_tensors_without_gradients_may_be_worked_on_in_place(on_device: Callable
         for tensor in (*embeddings[1:], *labels):
             tensor.mul_(2)
         saved.backward()  # type: ignore[no-untyped-call]
+
+
+def rows_after(
+    steps: int, loss: Callable[[torch.Tensor, int], torch.Tensor], hook: Any = None
+) -> tuple[list[float], int]:
+    """The first values of rows 1 to 3 after batches with the bags [1, 2], [] and [3]; slots left out."""
+
+    def batch(bags: list[list[int]]) -> PersiaBatch:
+        samples = [np.array(bag, np.uint64) for bag in bags]
+        dense = np.zeros((len(bags), 1), np.float32)
+        return PersiaBatch(
+            [IDTypeFeature("bags", samples)],
+            non_id_type_features=[NonIDTypeFeature(dense)],
+            labels=[Label(dense)],
+        )
+
+    with TrainCtx(
+        model=torch.nn.Identity(),
+        embedding_optimizer=SGD(1.0),
+        dense_optimizer=torch.optim.SGD([weight := torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        embedding_config=EmbeddingConfig(emb_initialization=(0.5, 0.5), seed=1),
+        slots={"slots_config": {"bags": {"dim": 4}}},
+        on_embedding_gradient=hook,
+    ) as ctx:
+        for step in range(steps):
+            _, embeddings, _ = ctx.prepare_features(ctx.get_embedding_from_data(batch([[1, 2], [], [3]])))
+            ctx.backward(loss(embeddings[0], step) + 0 * weight.sum())
+        ctx.wait_for_gradients()
+        found = ctx.get_embedding_from_data(batch([[1], [2], [3]]))
+        (rows,) = found.consume_all_id_type_feature_embedding_tensors()
+        return rows[:, 0].tolist(), ctx.counters.nonfinite_slots
+
+
+class SameMemory(torch.autograd.Function):
+    """A sum whose gradient is 0.5 ** step, in the memory of the step before: what a CUDA graph does."""
+
+    memory = torch.zeros(3, 4)
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, step: int) -> torch.Tensor:
+        ctx.step = step
+        return values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return SameMemory.memory.fill_(0.5**ctx.step).detach(), None
+
+
+@pytest.fixture
+def lag(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Jobs use the path of devices, and read no gradient until this is set."""
+    has_ended = threading.Event()
+
+    class Late(Lane):
+        @contextlib.contextmanager
+        def behind(self, mark: Any, read: Any) -> Iterator[None]:
+            assert has_ended.wait(60)
+            yield
+
+    monkeypatch.setattr(batch_pipeline, "lane_of", lambda device: Late(CPU))
+    return has_ended
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_gradients_are_copied_before_their_memory_is_written_again(
+    by_hook: bool, lag: threading.Event
+) -> None:
+    steps, buffer = iter(range(3)), torch.zeros(3, 4)
+
+    def loss(values: torch.Tensor, step: int) -> torch.Tensor:
+        if step == 2:
+            lag.set()
+        return values.sum() if by_hook else SameMemory.apply(values, step)  # type: ignore[no-untyped-call]
+
+    def hook(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        return buffer.copy_(gradient).mul_(0.5 ** next(steps))
+
+    assert rows_after(3, loss, hook if by_hook else None) == ([0.5 - 1.75] * 3, 0)
