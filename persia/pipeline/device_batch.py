@@ -317,9 +317,15 @@ class OutgoingGradients:
         arrays = _split(values, shapes)
         for block, sums, greatest in zip(self._blocks, arrays[0::2], arrays[1::2], strict=False):
             for slot, i in enumerate(block.slots):
-                if i in self._present:
-                    rows = slice(block.first_rows[slot], block.first_rows[slot + 1])
+                if i not in self._present:
+                    continue
+                rows = slice(block.first_rows[slot], block.first_rows[slot + 1])
+                if np.isfinite(greatest[slot]):
                     taken[i] = (sums[rows], float(greatest[slot]))
+                else:
+                    # As on the host, the worker leaves the slot out. The sums need not show why: those of
+                    # samples without IDs are nowhere.
+                    taken[i] = np.full((block.batch_size, block.dim), np.nan, np.float32)
         for i, array in zip(self._alone, arrays[2 * len(self._blocks) :], strict=True):
             taken[i] = array
         # Memory of the device, while the servers are waited for.

@@ -198,17 +198,17 @@ def test_a_slot_whose_gradient_is_not_finite_is_left_out_alone(
     embedded: bool, on_device: Callable[[], list[int]], new_cluster: Callable[[], Cluster]
 ) -> None:
     def poison(name: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        if name not in ("single", "hot", "raw"):
-            return None
-        spoiled = gradient.clone()
-        spoiled[-1, 0] = {"single": float("nan"), "hot": float("inf"), "raw": float("-inf")}[name]
-        return spoiled
+        value = {"single": float("nan"), "hot": float("inf"), "raw": float("-inf"), "empty": float("inf")}
+        if name in value:
+            gradient = gradient.clone()
+            gradient[-1, 0] = value[name]
+        return gradient
 
     backends = [None if embedded else new_cluster().backend("float32") for _ in range(2)]
     expected = trained(SLOTS, on_embedding_gradient=poison, backend=backends[0])
     on_device()
     found = trained(SLOTS, on_embedding_gradient=poison, backend=backends[1])
-    assert found["counts"][1] > 2 * STEPS
+    assert found["counts"][1] > 3 * STEPS
     assert_same(found, expected)
 
 
@@ -362,3 +362,15 @@ def test_gradients_are_copied_before_their_memory_is_written_again(
         return buffer.copy_(gradient).mul_(0.5 ** next(steps))
 
     assert rows_after(3, loss, hook if by_hook else None) == ([0.5 - 1.75] * 3, 0)
+
+
+def test_a_gradient_of_a_sample_without_ids_that_is_not_finite_leaves_its_slot_out(
+    on_device: Callable[[], list[int]],
+) -> None:
+    def spoil(name: str, gradient: torch.Tensor) -> torch.Tensor:
+        gradient[1, 0] = float("nan")  # of the empty bag
+        return gradient
+
+    for place in (lambda: None, on_device):
+        place()
+        assert rows_after(1, lambda values, step: values.sum(), spoil) == ([0.5] * 3, 1)
