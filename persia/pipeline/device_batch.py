@@ -46,7 +46,8 @@ class Lane:
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """What `send` takes."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        # The device is named: a script may have set another default.
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def send(self, host: torch.Tensor) -> Sent:
         """The same bytes on the device, some time. Does not wait."""
@@ -86,7 +87,7 @@ class CudaLane(Lane):
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         # Without a device set, a thread's pinned memory would belong to device 0, and make a context there.
         with torch.cuda.device(self.device):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, host: torch.Tensor) -> Sent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -119,7 +120,7 @@ class CudaLane(Lane):
             yield
 
     def fetch(self, values: torch.Tensor) -> NDArray[np.float32]:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         # Blocking: the thread sleeps. Otherwise it would use a core to look at the device.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -249,12 +250,16 @@ class DeviceBatch:
 
     def features(self) -> list[torch.Tensor]:
         """The dense features."""
-        self._lane.receive(self._packs[0].sent)
-        return self._packs[0].arrays[: self._num_features]
+        return self._dense(slice(None, self._num_features))
 
     def labels(self) -> list[torch.Tensor]:
-        self._lane.receive(self._packs[0].sent)
-        return self._packs[0].arrays[self._num_features :]
+        return self._dense(slice(self._num_features, None))
+
+    def _dense(self, which: slice) -> list[torch.Tensor]:
+        pack = self._packs[0]
+        self._lane.receive(pack.sent)
+        # Copied: a script may keep or save labels, and views would keep the rows of the batch with them.
+        return [array.clone() for array in pack.arrays[which]]
 
     @torch.no_grad()
     def embeddings(self, *, requires_grad: bool) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:

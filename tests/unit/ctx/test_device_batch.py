@@ -267,7 +267,8 @@ def test_one_backward_serves_two_batches(on_device: Callable[[], list[int]]) -> 
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_tensors_without_gradients_may_be_worked_on_in_place(on_device: Callable[[], list[int]]) -> None:
+@pytest.fixture
+def ctx(on_device: Callable[[], list[int]]) -> Iterator[TrainCtx]:
     on_device()
     with TrainCtx(
         model=torch.nn.Linear(1, 1),
@@ -275,15 +276,32 @@ def test_tensors_without_gradients_may_be_worked_on_in_place(on_device: Callable
         dense_optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
         slots=SLOTS,
     ) as ctx:
-        batch = make_batch(0)
-        batch.requires_grad = False
-        dense, embeddings, labels = ctx.prepare_features(ctx.get_embedding_from_data(batch))
-        weight = torch.ones(1, requires_grad=True)
-        saved = (embeddings[0] * weight).sum() + (dense[0] * weight).sum()
-        assert labels is not None
-        for tensor in (*embeddings[1:], *labels):
-            tensor.mul_(2)
-        saved.backward()  # type: ignore[no-untyped-call]
+        yield ctx
+
+
+def test_tensors_without_gradients_may_be_worked_on_in_place(ctx: TrainCtx) -> None:
+    batch = make_batch(0)
+    batch.requires_grad = False
+    dense, embeddings, labels = ctx.prepare_features(ctx.get_embedding_from_data(batch))
+    weight = torch.ones(1, requires_grad=True)
+    saved = (embeddings[0] * weight).sum() + (dense[0] * weight).sum()
+    assert labels is not None
+    for tensor in (*embeddings[1:], *labels):
+        tensor.mul_(2)
+    saved.backward()  # type: ignore[no-untyped-call]
+
+
+def test_dense_features_and_labels_keep_no_other_memory(ctx: TrainCtx) -> None:
+    dense, _, labels = ctx.prepare_features(ctx.get_embedding_from_data(make_batch(0)))
+    assert labels is not None
+    for tensor in (*dense, *labels):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_a_default_device_of_the_script_changes_no_lookup(ctx: TrainCtx) -> None:
+    with torch.device("meta"):
+        dense, _, _ = ctx.prepare_features(ctx.get_embedding_from_data(make_batch(0)))
+    assert dense[0].device == CPU
 
 
 def rows_after(
