@@ -76,7 +76,8 @@ class CudaLane(Lane):
 
     The allocators of torch keep the memory: pinned memory until the copies from and to it are done, and
     memory of the device until the streams are past the point where the last reference ended, if each stream
-    that reads it is recorded. Streams and the current device belong to a thread, so each method sets its own.
+    that reads it is recorded. Streams and the current device belong to a thread, so each method sets both.
+    Else the end of `torch.cuda.stream` would make device 0 current, and a context there for each rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,7 +92,7 @@ class CudaLane(Lane):
 
     def send(self, host: torch.Tensor) -> Sent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._in):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._in):
             sent = host.to(self.device, non_blocking=True)
             event.record(self._in)
         return Sent(sent, event)
@@ -113,7 +114,7 @@ class CudaLane(Lane):
     @contextlib.contextmanager
     def behind(self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]) -> Iterator[None]:
         assert mark is not None, "made by mark"
-        with torch.cuda.stream(self._out):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out):
             self._out.wait_event(mark)
             for tensor in read:
                 tensor.record_stream(self._out)
@@ -154,7 +155,7 @@ class _Block:
         if packed.factors is not None:
             self._factors = _view(pack, packed.factors, (num_bags, 1), torch.float32)
 
-    def pool(self, *, are_leaves: bool) -> Sequence[torch.Tensor]:
+    def pool(self) -> Sequence[torch.Tensor]:
         """The embeddings [batch, dim] of each slot."""
         offsets = self._offsets
         if offsets is None:
@@ -163,11 +164,9 @@ class _Block:
         bags = _sum_bags(self._rows, self._numbers, offsets)
         if self._factors is not None:
             bags.mul_(self._factors)
-        if are_leaves:
-            return bags.view(len(self.slots), self.batch_size, self.dim).unbind(0)
-        # A model may work in place on what is no leaf, and invalidate what autograd has saved of its views.
-        shape, step = (self.batch_size, self.dim), self.batch_size * self.dim * bags.element_size()
-        return [_view(bags, i * step, shape, torch.float32) for i in range(len(self.slots))]
+        # unsafe: as if each had its own memory. A model may work on one slot in place, and a check of `split`
+        # for that would call what autograd has saved of the others changed.
+        return bags.unsafe_split(self.batch_size)
 
     def join(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """A copy of the block's part of the batch's gradients, [bags, dim]. None counts as zeros."""
@@ -268,7 +267,7 @@ class DeviceBatch:
         for pack in self._packs:
             self._lane.receive(pack.sent)
             for block in pack.blocks:
-                pooled = block.pool(are_leaves=requires_grad)
+                pooled = block.pool()
                 found |= {i: (bags, None) for i, bags in zip(block.slots, pooled, strict=True)}
             found |= {other.position: (other.rows, other.row_numbers) for other in pack.others}
         names = self._packs[0].names

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, Persia
 from persia.embedding.optim import SGD, Adagrad
 from persia.job import batch_pipeline
 from persia.pipeline.backend import EmbeddingBackend
-from persia.pipeline.device_batch import Lane, OutgoingGradients, lane_of
+from persia.pipeline.device_batch import CudaLane, Lane, OutgoingGradients, lane_of
 
 CPU = torch.device("cpu")
 STEPS = 6
@@ -230,6 +231,26 @@ def test_only_devices_have_a_lane() -> None:
     assert lane_of(CPU) is None
 
 
+def test_a_lane_sets_its_device_before_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[Any] = []
+
+    @contextlib.contextmanager
+    def enter(what: Any) -> Iterator[None]:
+        inside.append(what)
+        yield
+        inside.pop()
+
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, enter)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, mock.MagicMock())
+    lane, host = CudaLane(device := torch.device("cuda", 1)), mock.Mock()
+    host.to.side_effect = lambda *args, **kwargs: list(inside)
+    assert lane.send(host).memory == [device, lane._in]
+    with lane.behind(mock.Mock(), []):
+        assert inside == [device, lane._out]
+
+
 def test_gradients_of_no_leaf_are_none() -> None:
     leaves = [("a", torch.zeros(2, 3)), ("b", torch.zeros(2, 3))]
     assert OutgoingGradients(Lane(CPU), [], leaves, 1.0).fetch() == [("a", None), ("b", None)]
@@ -288,6 +309,15 @@ def test_tensors_without_gradients_may_be_worked_on_in_place(ctx: TrainCtx) -> N
     assert labels is not None
     for tensor in (*embeddings[1:], *labels):
         tensor.mul_(2)
+    saved.backward()  # type: ignore[no-untyped-call]
+
+
+def test_one_leaf_may_be_written_after_autograd_has_saved_another(ctx: TrainCtx) -> None:
+    _, embeddings, _ = ctx.prepare_features(ctx.get_embedding_from_data(make_batch(0)))
+    saved = (embeddings[0] * torch.ones(1, requires_grad=True)).sum()
+    with torch.no_grad():
+        for tensor in embeddings[1:]:
+            tensor.clamp_(-1, 1)
     saved.backward()  # type: ignore[no-untyped-call]
 
 
