@@ -21,6 +21,7 @@ from persia.data import DataLoader, IterableDataset
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import SGD, Adagrad
+from persia.errors import InternalError, InvalidArgumentError
 from persia.job import batch_pipeline
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.device_batch import CudaLane, Lane, OutgoingGradients, lane_of
@@ -422,3 +423,49 @@ def test_a_gradient_of_a_sample_without_ids_that_is_not_finite_leaves_its_slot_o
     for place in (lambda: None, on_device):
         place()
         assert rows_after(1, lambda values, step: values.sum(), spoil) == ([0.5] * 3, 1)
+
+
+def test_a_batch_whose_copy_to_the_device_fails_is_counted_once(
+    ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lane, "send", mock.Mock(side_effect=RuntimeError("out of memory")))
+    batches = [make_batch(i) for i in range(2)]
+    batches[1].requires_grad = False
+    for batch in batches:
+        with pytest.raises(InternalError, match="the copy to the device of batch 0: .*out of memory"):
+            ctx.get_embedding_from_data(batch)
+    ctx._pipeline.reaper.close(60)
+    counts = ctx.counters
+    assert (counts.batches_received, counts.batches_released, counts.batches_failed) == (2, 1, 1)
+
+
+def test_a_batch_for_a_device_that_is_not_there_is_not_received(
+    ctx: TrainCtx, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidArgumentError, match="device_id: 99 invalid!"):
+        ctx.get_embedding_from_data(make_batch(0), device_id=99)
+    monkeypatch.setattr(batch_pipeline, "lane_of", mock.Mock(side_effect=RuntimeError("no streams")))
+    with pytest.raises(RuntimeError, match="no streams"):
+        ctx.get_embedding_from_data(make_batch(0))
+    assert ctx.counters.batches_received == 0
+
+
+class OldBackend(EmbeddingBackend):
+    """Written when lookups had no `as_rows`."""
+
+    def lookup_direct(  # type: ignore[override]
+        self, id_features: bytes, *, requires_grad: bool, slots: int
+    ) -> Any:
+        return super().lookup_direct(id_features, requires_grad=requires_grad, slots=slots)
+
+
+def test_without_a_device_backends_need_not_know_of_rows(new_cluster: Callable[[], Cluster]) -> None:
+    backend = OldBackend(new_cluster().backend("float32")._client, deadline_s=60.0)
+    with TrainCtx(
+        model=torch.nn.Linear(1, 1),
+        embedding_optimizer=Adagrad(lr=0.1),
+        dense_optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1),
+        slots=SLOTS,
+        backend=backend,
+    ) as ctx:
+        assert ctx.get_embedding_from_data(make_batch(0)).batch_size == 33
