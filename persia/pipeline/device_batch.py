@@ -5,9 +5,9 @@ later the gradients of the leaves. Out: tensors on the device; later arrays, wit
 distinct row. A lookup thread packs and sends, the loop pools, and a gradient thread sums and fetches
 (docs/adr/0049-a-batch-crosses-to-the-device-once.md).
 
-Everything is written in operations of torch that sum in the order of the native kernels, so the results have
-their bits, on the CPU as well: there the tests compare. Training on the CPU does not come here: it uses the
-native results in place (`persia.pipeline.batch`).
+Everything is written in operations of torch that sum in the order of the native kernels, so the results are
+equal, on the CPU as well: there the tests compare. Only a -0.0 may become 0.0. Training on the CPU does not
+come here: it uses the native results in place (`persia.pipeline.batch`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The path of a batch with a device, on the CPU, where it must give the bits of training without one."""
+"""The path of a batch with a device, on the CPU, where it must give the values of training without one."""
 
 from __future__ import annotations
 
