@@ -1,8 +1,8 @@
-"""Whether a device computes what the CPU does, bit for bit, while copies and kernels of many batches overlap.
+"""Whether a device computes the values of the CPU, while copies and kernels of many batches overlap.
 
 `python -m benchmarks.gpu.check` compares embeddings, dense features, and the sums of gradients. Slots of all
 kinds are looked up; the device is made to lag behind the host, so that a copy that nothing waits for, or
-memory that is used again too early, shows in the values.
+memory that is used again too early, shows in the values. The two zeros are equal: a device may drop a sign.
 """
 
 from __future__ import annotations

@@ -101,13 +101,20 @@ def checked_device(device_id: int | None) -> int | None:
         return None
     import torch
 
+    check_exists(device_id)
+    torch.cuda.set_device(device_id)
+    return device_id
+
+
+def check_exists(device_id: int) -> None:
+    """InvalidArgumentError: there is no such CUDA device."""
+    import torch
+
     if not torch.cuda.is_available() or device_id >= torch.cuda.device_count():
         raise InvalidArgumentError(
             f"device_id: {device_id} invalid! {torch.cuda.device_count()} CUDA devices are available; "
             "pass None for the CPU"
         )
-    torch.cuda.set_device(device_id)
-    return device_id
 
 
 def _exit_on_sigterm() -> Any:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
-from persia.ctx.base import BaseCtx, PreprocessMode, has_failed, is_stopped
+from persia.ctx.base import BaseCtx, PreprocessMode, check_exists, has_failed, is_stopped
 from persia.ctx.checkpoints import CheckpointMethods
 from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
@@ -167,10 +167,16 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
     def get_embedding_from_data(
         self, persia_batch: PersiaBatch, device_id: int | None = None
     ) -> PersiaTrainingBatch:
-        """Looks one batch up. It cannot be sent or looked up again."""
+        """Looks one batch up, for the context's device if `device_id` is None, for the CPU if it is negative.
+
+        The batch cannot be sent or looked up again. InvalidArgumentError: there is no such device.
+        """
         device = self.device
-        if device_id is not None:
-            device = None if device_id < 0 else torch.device("cuda", device_id)
+        if device_id is not None and device_id < 0:
+            device = None
+        elif device_id is not None:
+            check_exists(device_id)
+            device = torch.device("cuda", device_id)
         return self._pipeline.look_up(persia_batch, device)
 
     def get_embedding_from_bytes(self, data: bytes, device_id: int | None = None) -> PersiaTrainingBatch:

@@ -185,8 +185,8 @@ class BatchPipeline:
     def look_up(self, batch: PersiaBatch, device: torch.device | None) -> PersiaTrainingBatch:
         """Looks one batch up, now. RowsLostError: rows are lost."""
         self.check_rows()
-        self.count_received()
         service = self._lookup_service(self._stages(None), device, ahead=False)
+        self.count_received()  # what fails before is not counted
         return service.look_up(pending_from(batch, 0), lambda: None)
 
     def count_received(self) -> None:

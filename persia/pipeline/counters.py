@@ -22,8 +22,8 @@ class CounterValues:
     batches_received: int = 0  # submitted by loaders and queued, or made by a local data set
     batches_trained: int = 0  # their gradients were applied
     batches_evaluated: int = 0  # looked up without expecting gradients
-    # Given up without gradients: skipped by the script, left over at the end, or after a later lookup, of
-    # slots of another mode, has failed; the error was raised.
+    # Given up without gradients: skipped by the script, left over at the end, or after the copy to the device
+    # or a later lookup, of slots of another mode, has failed; the error was raised.
     batches_released: int = 0
     batches_failed: int = 0  # the first lookup or the gradient return failed; the error was raised
     gradients_submitted: int = 0  # batches handed to gradient return by backward()

@@ -5,9 +5,9 @@ later the gradients of the leaves. Out: tensors on the device; later arrays, wit
 distinct row. A lookup thread packs and sends, the loop pools, and a gradient thread sums and fetches
 (docs/adr/0049-a-batch-crosses-to-the-device-once.md).
 
-Everything is written in operations of torch that sum in the order of the native kernels, so the results have
-their bits, on the CPU as well: there the tests compare. Training on the CPU does not come here: it uses the
-native results in place (`persia.pipeline.batch`).
+Everything is written in operations of torch that sum in the order of the native kernels, so the results are
+equal, on the CPU as well: there the tests compare. Only a -0.0 may become 0.0. Training on the CPU does not
+come here: it uses the native results in place (`persia.pipeline.batch`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Lane:
 
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         """What `send` takes."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        # The device is named: a script may have set another default.
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def send(self, host: torch.Tensor) -> Sent:
         """The same bytes on the device, some time. Does not wait."""
@@ -75,7 +76,8 @@ class CudaLane(Lane):
 
     The allocators of torch keep the memory: pinned memory until the copies from and to it are done, and
     memory of the device until the streams are past the point where the last reference ended, if each stream
-    that reads it is recorded. Streams and the current device belong to a thread, so each method sets its own.
+    that reads it is recorded. Streams and the current device belong to a thread, so each method sets both.
+    Else the end of `torch.cuda.stream` would make device 0 current, and a context there for each rank.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,11 +88,11 @@ class CudaLane(Lane):
     def host_memory(self, num_bytes: int) -> torch.Tensor:
         # Without a device set, a thread's pinned memory would belong to device 0, and make a context there.
         with torch.cuda.device(self.device):
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, host: torch.Tensor) -> Sent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._in):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._in):
             sent = host.to(self.device, non_blocking=True)
             event.record(self._in)
         return Sent(sent, event)
@@ -112,14 +114,14 @@ class CudaLane(Lane):
     @contextlib.contextmanager
     def behind(self, mark: torch.cuda.Event | None, read: Sequence[torch.Tensor]) -> Iterator[None]:
         assert mark is not None, "made by mark"
-        with torch.cuda.stream(self._out):
+        with torch.cuda.device(self.device), torch.cuda.stream(self._out):
             self._out.wait_event(mark)
             for tensor in read:
                 tensor.record_stream(self._out)
             yield
 
     def fetch(self, values: torch.Tensor) -> NDArray[np.float32]:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
         host.copy_(values, non_blocking=True)
         # Blocking: the thread sleeps. Otherwise it would use a core to look at the device.
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -153,7 +155,7 @@ class _Block:
         if packed.factors is not None:
             self._factors = _view(pack, packed.factors, (num_bags, 1), torch.float32)
 
-    def pool(self, *, are_leaves: bool) -> Sequence[torch.Tensor]:
+    def pool(self) -> Sequence[torch.Tensor]:
         """The embeddings [batch, dim] of each slot."""
         offsets = self._offsets
         if offsets is None:
@@ -162,18 +164,18 @@ class _Block:
         bags = _sum_bags(self._rows, self._numbers, offsets)
         if self._factors is not None:
             bags.mul_(self._factors)
-        if are_leaves:
-            return bags.view(len(self.slots), self.batch_size, self.dim).unbind(0)
-        # A model may work in place on what is no leaf, and invalidate what autograd has saved of its views.
-        shape, step = (self.batch_size, self.dim), self.batch_size * self.dim * bags.element_size()
-        return [_view(bags, i * step, shape, torch.float32) for i in range(len(self.slots))]
+        # unsafe: as if each had its own memory. A model may work on one slot in place, and a check of `split`
+        # for that would call what autograd has saved of the others changed.
+        return bags.unsafe_split(self.batch_size)
 
-    def sum_by_row(
-        self, gradients: Sequence[torch.Tensor | None], inverse_scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """([rows, dim], each slot's greatest magnitude before it was scaled). None counts as zeros."""
+    def join(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """A copy of the block's part of the batch's gradients, [bags, dim]. None counts as zeros."""
         zeros = self._rows.new_zeros(()).expand(self.batch_size, self.dim)
-        bags = torch.cat([zeros if gradient is None else gradient for gradient in gradients])
+        mine = [gradients[position] for position in self.slots]
+        return torch.cat([zeros if gradient is None else gradient for gradient in mine])
+
+    def sum_by_row(self, bags: torch.Tensor, inverse_scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """([rows, dim], each slot's greatest magnitude before it was scaled)."""
         greatest = torch.linalg.vector_norm(bags.view(len(self.slots), -1), float("inf"), dim=1)
         # The scale times the bag's factor, then times the gradient: rounded as the kernels round.
         if self._factors is not None:
@@ -247,12 +249,16 @@ class DeviceBatch:
 
     def features(self) -> list[torch.Tensor]:
         """The dense features."""
-        self._lane.receive(self._packs[0].sent)
-        return self._packs[0].arrays[: self._num_features]
+        return self._dense(slice(None, self._num_features))
 
     def labels(self) -> list[torch.Tensor]:
-        self._lane.receive(self._packs[0].sent)
-        return self._packs[0].arrays[self._num_features :]
+        return self._dense(slice(self._num_features, None))
+
+    def _dense(self, which: slice) -> list[torch.Tensor]:
+        pack = self._packs[0]
+        self._lane.receive(pack.sent)
+        # Copied: a script may keep or save labels, and views would keep the rows of the batch with them.
+        return [array.clone() for array in pack.arrays[which]]
 
     @torch.no_grad()
     def embeddings(self, *, requires_grad: bool) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
@@ -261,7 +267,7 @@ class DeviceBatch:
         for pack in self._packs:
             self._lane.receive(pack.sent)
             for block in pack.blocks:
-                pooled = block.pool(are_leaves=requires_grad)
+                pooled = block.pool()
                 found |= {i: (bags, None) for i, bags in zip(block.slots, pooled, strict=True)}
             found |= {other.position: (other.rows, other.row_numbers) for other in pack.others}
         names = self._packs[0].names
@@ -278,49 +284,62 @@ class DeviceBatch:
 class OutgoingGradients:
     """The gradients of a batch, on the device until a gradient thread asks for them."""
 
+    @torch.no_grad()
     def __init__(self, lane: Lane, packs: Sequence[_Pack], leaves: Leaves, scale: float) -> None:
-        self._lane, self._mark = lane, lane.mark()
-        self._memory = [pack.sent.memory for pack in packs]
-        self._blocks = [block for pack in packs for block in pack.blocks]
+        self._lane = lane
         self._names = [name for name, _ in leaves]
-        # Not the leaves: their values end with the batch.
-        self._gradients = [leaf.grad for _, leaf in leaves]
         # In float32, as the native sums: the quotient of float64 may round otherwise.
         self._inverse_scale = float(np.float32(1.0) / np.float32(scale))
+        gradients = [leaf.grad for _, leaf in leaves]
+        self._present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+        blocks = [block for pack in packs for block in pack.blocks]
+        self._blocks = [block for block in blocks if self._present.intersection(block.slots)]
+        self._alone = sorted(self._present.difference(*(block.slots for block in blocks)))
+        self._shapes = [leaves[i][1].shape for i in self._alone]
+        # Copies, made before the loop does more: a hook may return the same buffer for each batch, and a CUDA
+        # graph writes its gradients to the same memory. Not the leaves: their values end with the batch.
+        self._copies = [block.join(gradients) for block in self._blocks]
+        if self._alone:
+            alone = [gradient for i in self._alone if (gradient := gradients[i]) is not None]
+            self._copies.append(torch.cat([gradient.reshape(-1) for gradient in alone]))
+        self._memory = [pack.sent.memory for pack in packs]
+        self._mark = lane.mark()
 
     @torch.no_grad()
     def fetch(self) -> list[tuple[str, SlotGradient]]:
         """(slot, its gradient) of each leaf, on the host. Waits for the device. Called once."""
         taken: list[SlotGradient] = [None] * len(self._names)
-        present = [i for i, gradient in enumerate(self._gradients) if gradient is not None]
-        if not present:
+        if not self._present:
             return list(zip(self._names, taken, strict=True))
-        in_blocks = {position for block in self._blocks for position in block.slots}
-        alone = [i for i in present if i not in in_blocks]
-        read = [gradient for gradient in self._gradients if gradient is not None]
-        with self._lane.behind(self._mark, [*read, *self._memory]):
+        with self._lane.behind(self._mark, [*self._copies, *self._memory]):
             pieces: list[torch.Tensor] = []
-            for block in self._blocks:
-                pieces += block.sum_by_row([self._gradients[i] for i in block.slots], self._inverse_scale)
-            pieces += [gradient for i in alone if (gradient := self._gradients[i]) is not None]
+            for block, bags in zip(self._blocks, self._copies, strict=False):
+                pieces += block.sum_by_row(bags, self._inverse_scale)
+            pieces += self._copies[len(self._blocks) :]
             values = self._lane.fetch(torch.cat([piece.reshape(-1) for piece in pieces]))
-        arrays = [
-            array.reshape(piece.shape)
-            for array, piece in zip(
-                np.split(values, np.cumsum([piece.numel() for piece in pieces])[:-1]), pieces, strict=True
-            )
-        ]
-        for k, block in enumerate(self._blocks):
-            sums, greatest = arrays[2 * k : 2 * k + 2]
+        shapes = [piece.shape for piece in pieces[: 2 * len(self._blocks)]] + self._shapes
+        arrays = _split(values, shapes)
+        for block, sums, greatest in zip(self._blocks, arrays[0::2], arrays[1::2], strict=False):
             for slot, i in enumerate(block.slots):
-                if self._gradients[i] is not None:
-                    rows = slice(block.first_rows[slot], block.first_rows[slot + 1])
+                if i not in self._present:
+                    continue
+                rows = slice(block.first_rows[slot], block.first_rows[slot + 1])
+                if np.isfinite(greatest[slot]):
                     taken[i] = (sums[rows], float(greatest[slot]))
-        for i, array in zip(alone, arrays[2 * len(self._blocks) :], strict=True):
+                else:
+                    # As on the host, the worker leaves the slot out. The sums need not show why: those of
+                    # samples without IDs are nowhere.
+                    taken[i] = np.full((block.batch_size, block.dim), np.nan, np.float32)
+        for i, array in zip(self._alone, arrays[2 * len(self._blocks) :], strict=True):
             taken[i] = array
         # Memory of the device, while the servers are waited for.
-        self._blocks, self._gradients, self._memory = [], [], []
+        self._blocks, self._copies, self._memory = [], [], []
         return list(zip(self._names, taken, strict=True))
+
+
+def _split(values: NDArray[np.float32], shapes: Sequence[torch.Size]) -> list[NDArray[np.float32]]:
+    ends = np.cumsum([shape.numel() for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(values, ends[:-1]), shapes, strict=True)]
 
 
 def _sum_bags(rows: torch.Tensor, numbers: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -196,6 +197,11 @@ class LookupService:
     in_step: int | None = None  # of the lookup in its training step
     lane: Lane | None = None  # to the device; None: batches stay on the host
 
+    @property
+    def _form(self) -> dict[str, Any]:
+        # Without a device, backends of scripts may have lookups that do not know the argument.
+        return {} if self.lane is None else {"as_rows": True}
+
     def look_up(self, pending: PendingBatch, release_permit: Callable[[], None]) -> PersiaTrainingBatch:
         """Ends by the backend's deadline; on an error the permit is released, the error names the batch."""
         requires_grad = self.training and pending.requires_grad
@@ -212,14 +218,14 @@ class LookupService:
                         requires_grad=requires_grad,
                         slots=slots,
                         id_features=pending.id_features,
-                        as_rows=self.lane is not None,
+                        **self._form,
                     )
                 else:
                     result = self.backend.lookup_direct(
                         bytes(pending.id_features),
                         requires_grad=requires_grad,
                         slots=slots,
-                        as_rows=self.lane is not None,
+                        **self._form,
                     )
         except Exception as failure:
             self.counters.add(batches_failed=1)
@@ -250,12 +256,12 @@ class LookupService:
         try:
             batch.send(lane)
         except Exception as failure:
-            self.counters.add(batches_failed=1)
             FORWARD_ERRORS.add()
             if batch.lease is None:
+                self.counters.add(batches_failed=1)
                 release_permit()
             else:
-                self.reaper.reap(batch.lease)  # the worker holds it
+                self.reaper.reap(batch.lease)  # the worker holds it; counted as released
             raise with_batch_id(failure, "the copy to the device", batch.batch_id) from failure
 
     def look_up_stage(self, batch: PersiaTrainingBatch, stage: LookupStage) -> None:
@@ -270,9 +276,7 @@ class LookupService:
     def _look_up_more(self, batch_id: int, reference: BatchReference, slots: int, what: str) -> LookupResult:
         try:
             with TracedBatch(batch_id):
-                return self.backend.lookup(
-                    reference, requires_grad=True, slots=slots, as_rows=self.lane is not None
-                )
+                return self.backend.lookup(reference, requires_grad=True, slots=slots, **self._form)
         except Exception as failure:
             FORWARD_ERRORS.add()
             raise with_batch_id(failure, what, batch_id) from failure

@@ -103,7 +103,10 @@ def trained(device_id: int | None, mixed_precision: Any) -> tuple[list[float], n
     ],
 )
 def test_a_gpu_learns_what_the_cpu_does(precision: Any, tolerance: float, dtype: torch.dtype) -> None:
-    expected, expected_rows, _ = trained(None, False)
+    # Like with like: in float16 the first steps overflow at the scale that the scaler begins with, and the
+    # dense model skips them. Without autocast the CPU has no half precision.
+    on_cpu = precision if isinstance(precision, str) else False
+    expected, expected_rows, _ = trained(None, on_cpu)
     losses, rows, model = trained(0, precision)
     assert (model.devices, model.dtypes) == ({"cuda"}, {dtype})
     assert losses == pytest.approx(expected, rel=tolerance, abs=tolerance)
@@ -123,7 +126,9 @@ def test_a_gradient_that_overflows_is_left_out_and_the_scale_falls() -> None:
         before = [p.detach().clone() for p in model.parameters()]
         output, _ = ctx.forward(ctx.get_embedding_from_data(next(iter(Batches(buffer_size=1)))))
         ctx.backward(output.sum() * 1e4)
-        assert ctx._backward.scaler.get_scale() == 2.0**16 / 4
+        scaler = ctx._backward.scaler
+        assert scaler is not None
+        assert scaler.get_scale() == 2.0**16 / 4
         assert all(map(torch.equal, before, model.parameters()))
     assert ctx.counters.nonfinite_slots == 2
 
@@ -135,7 +140,7 @@ def test_ranks_over_nccl_end_with_one_model(run_job: Any) -> None:
     assert reports[0]["digest"] == reports[1]["digest"]
 
 
-def test_copies_and_kernels_that_overlap_change_no_bit() -> None:
+def test_copies_and_kernels_that_overlap_change_no_value() -> None:
     assert check.differences(torch.device("cuda", 0), num_batches=100, batch_size=512) == []
 
 
@@ -168,7 +173,7 @@ def trained_rows(device_id: int | None, backend: EmbeddingBackend | None) -> lis
 
 
 @pytest.mark.parametrize("embedded", [True, False])
-def test_embeddings_trained_with_a_gpu_have_the_bits_of_the_cpu(embedded: bool) -> None:
+def test_embeddings_trained_with_a_gpu_are_those_of_the_cpu(embedded: bool) -> None:
     def run(device_id: int | None) -> list[np.ndarray[Any, Any]]:
         if embedded:
             return trained_rows(device_id, None)
