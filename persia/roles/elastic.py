@@ -27,6 +27,7 @@ from persia.validation import Count
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
+_BUSY = "a checkpoint is being written or loaded: try again after it"
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -120,10 +121,11 @@ class ElasticServer:
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
         """`handle` of the CheckpointService. Of the servers before and after, one answers."""
         checkpoints = self._checkpoints
-        if not self.is_serving or checkpoints is None:
+        begins = Request.decode(payload).verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE)
+        # One that has handed over refuses what begins: without an answer the asker would wait for long.
+        if checkpoints is None or not (self._has_rows if begins else self.is_serving):
             return None
         with self._lock:
-            begins = Request.decode(payload).verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE)
             if begins and self._server.transfer is not None:
                 raise ResourceExhaustedError("the number of parameter servers is being changed")
             return checkpoints.handle(payload)
@@ -151,7 +153,7 @@ class ElasticServer:
 
     def _busy_with(self) -> str:
         if self._checkpoints is not None and self._checkpoints.is_busy:
-            return "a checkpoint is being written or loaded: try again after it"
+            return _BUSY
         return ""
 
     def _copy(self, request: ResizeRequest) -> None:
