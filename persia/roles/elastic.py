@@ -125,8 +125,10 @@ class ElasticServer:
         # One that has handed over refuses what begins: without an answer the asker would wait for long.
         if checkpoints is None or not (self._has_rows if begins else self.is_serving):
             return None
+        if not begins:
+            return checkpoints.handle(payload)  # without the lock: a poll must not wait for a snapshot
         with self._lock:
-            if begins and self._server.transfer is not None:
+            if self._server.transfer is not None:
                 raise ResourceExhaustedError("the number of parameter servers is being changed")
             return checkpoints.handle(payload)
 
@@ -137,7 +139,8 @@ class ElasticServer:
         elif request.step is Step.HAND_OVER:
             self._server.hand_over()
         elif request.step is Step.GIVE_UP:
-            self._server.resume()
+            with self._lock:  # after a COPY that has begun, whose copy none would end
+                self._server.resume()
         elif request.step is Step.SERVE:
             self._serve()
         return self._report().encode()
@@ -157,12 +160,17 @@ class ElasticServer:
         return ""
 
     def _copy(self, request: ResizeRequest) -> None:
-        with self._lock:
+        # Without a wait: the coordinator may give up meanwhile, and the copy would begin after that.
+        if not self._lock.acquire(blocking=False):
+            raise FailedPreconditionError(_BUSY)
+        try:
             if reason := self._busy_with():
                 raise FailedPreconditionError(reason)
             targets = [(address, int(incarnation, 16)) for address, incarnation in request.targets]
             processors = max_processors(request.percent)
             self._server.begin_transfer(targets, max_processors=processors, deadline_s=_PIECE_S)
+        finally:
+            self._lock.release()
 
     def _serve(self) -> None:
         assert self._advertiser is not None

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ import pytest
 from persia import _native
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import Peer, find_servers
+from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig
-from persia.errors import ResourceExhaustedError
+from persia.errors import FailedPreconditionError, ResourceExhaustedError
 from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import ElasticServer, ResizeReport, ResizeRequest, Step
 from persia.roles.lifetime import ServerOptions
-from persia.storage.manifest import Manifest
+from persia.storage.manifest import Manifest, make_dump_id
 from persia.storage.schema import RowSchema
 from persia.waiting import Attempts
 
@@ -178,3 +180,82 @@ def test_a_load_begins_anew_with_the_servers_that_have_taken_over(job: Job, chec
     job.checkpoints.load(Source(checkpoint))
     section = Manifest.read(Source(checkpoint).location)[0].require_embeddings(Source(checkpoint).location)
     assert sum(server.native.stats()["num_rows"] for server in new) == section.num_rows
+
+
+class SlowStore:
+    """Takes snapshots only when `may_snapshot` is set."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.snapshots, self.may_snapshot = threading.Event(), threading.Event()
+
+    def begin_snapshot(self, *arguments: Any, **options: Any) -> Any:
+        self.snapshots.set()
+        assert self.may_snapshot.wait(WAIT_S)
+        return self._store.begin_snapshot(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_nothing_else_waits_for_the_snapshot_of_a_dump(job: Job, tmp_path: Path) -> None:
+    server = Server(job.broker, 0, 1)
+    store = SlowStore(server.share.store)
+    server.share = replace(server.share, store=store)  # type: ignore[arg-type]
+    server.start()
+
+    def ask(verb: Verb, **more: Any) -> Report:
+        request = Request(verb=verb, operation=make_dump_id(), **more)
+        subject = server.session.subjects.checkpoint(0)
+        return Report.decode(server.session.request(subject, request.encode(), WAIT_S))
+
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            dump = pool.submit(ask, Verb.DUMP, arguments={"directory": str(tmp_path)})
+            assert store.snapshots.wait(WAIT_S)
+            assert pool.submit(ask, Verb.CHANGES).result(WAIT_S).state is State.DONE
+            # Nor does a copy, which the coordinator may have given up by then.
+            copy = pool.submit(server.ask, Step.COPY, targets=(("127.0.0.1:1", "1"),))
+            with pytest.raises(FailedPreconditionError, match="a checkpoint is being written"):
+                copy.result(WAIT_S)
+        finally:
+            store.may_snapshot.set()
+        with pytest.raises(FailedPreconditionError, match="no optimizer"):
+            dump.result(WAIT_S)
+    server.stop()
+
+
+class SlowServer:
+    """In place of a native server: is given up while it begins to copy."""
+
+    incarnation, transfer, transfer_refusal = 1, None, ""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.give_up: Callable[[], object] = lambda: None
+
+    def begin_transfer(self, *_: object, **__: object) -> None:
+        self._thread = threading.Thread(target=self.give_up)
+        self._thread.start()
+        self._thread.join(0.2)  # enough for one that does not wait
+        self.calls.append("begin")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def join(self) -> None:
+        self._thread.join(WAIT_S)
+
+
+def test_a_copy_that_is_given_up_while_it_begins_does_not_stay() -> None:
+    session, server = LocalSession(LocalBroker(), name="server"), SlowServer()
+    elastic = ElasticServer(session, server, ServerOptions(port=0), 0, GlobalConfig())  # type: ignore[arg-type]
+    elastic.start(None, None)  # type: ignore[arg-type]
+
+    def ask(step: Step) -> None:
+        session.request(session.subjects.resize(0, 0), ResizeRequest(step=step).encode(), WAIT_S)
+
+    server.give_up = lambda: ask(Step.GIVE_UP)
+    ask(Step.COPY)
+    server.join()
+    assert server.calls == ["begin", "resume"]
