@@ -13,9 +13,10 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 from persia.checkpoint.coordinator import DumpOperation, DumpRequest, LoadOperation
+from persia.checkpoint.operation import ServersReplacedError
 from persia.checkpoint.peers import Peer
 from persia.checkpoint.progress import ShownProgress, megabytes
 from persia.embedding.optim import Optimizer
@@ -48,6 +49,9 @@ from persia.storage.versions import keep_newest, resolve, set_latest
 
 __all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
 
+_T = TypeVar("_T")
+
+_MAX_BEGINNINGS = 5  # each change of the number of servers takes seconds at least
 _MAX_DENSE_BYTES = 1 << 40  # a bound for what is read at once; the manifest has the size
 
 
@@ -147,6 +151,18 @@ class Checkpoints:
             self._dump(request)
 
     def _dump(self, request: DumpRequest) -> None:
+        operation, position, held = self._begin(lambda: self._begin_dump(request))
+
+        def finish() -> None:
+            with _reported(request):
+                self._finish_dump(operation, position, held)
+
+        self._run(finish, blocking=request.blocking)
+
+    def _begin_dump(
+        self, request: DumpRequest
+    ) -> tuple[DumpOperation, Position | None, contextlib.ExitStack]:
+        """Returns the operation, the last packet before it, and the pause until its rows are written."""
         peers = self._find_peers() if request.embeddings else ()
         operation = DumpOperation(make_dump_id(), peers, self._deadline_s, request=request)
         self._show(operation, f"dumping to {operation.directory}")
@@ -157,13 +173,7 @@ class Checkpoints:
                 operation.begin()
             with contextlib.suppress(StorageError):  # `finish` reports it
                 operation.directory.create_folder()  # a script may add files at once, before servers write
-            held = until_written.pop_all()
-
-        def finish() -> None:
-            with _reported(request):
-                self._finish_dump(operation, position, held)
-
-        self._run(finish, blocking=request.blocking)
+            return operation, position, until_written.pop_all()
 
     def _finish_dump(
         self, operation: DumpOperation, position: Position | None, until_written: contextlib.ExitStack
@@ -198,18 +208,22 @@ class Checkpoints:
         is checked, and the rows are replaced in the background; `wait_for_load` raises what fails then.
         """
         self._wait()
+        started = time.monotonic()
+        # A load that does not block waits for the checks all the same.
+        operation, section, held = self._begin(lambda: self._begin_load(source, options))
+        work = functools.partial(self._finish_load, operation, section, held, started, blocking=blocking)
+        self._run(work, blocking=blocking)
+
+    def _begin_load(
+        self, source: Source, options: dict[str, Any]
+    ) -> tuple[LoadOperation, EmbeddingSection, contextlib.ExitStack]:
         name = make_dump_id().replace("dump", "load", 1)
         operation = LoadOperation(name, self._find_peers(), self._deadline_s, directory=source.location)
         self._show(operation, f"loading {source.location}")
-        started = time.monotonic()
-        # A load that does not block waits for the checks all the same.
         with self._progress.bar(), contextlib.ExitStack() as until_loaded:
             self._pause_hook(until_loaded)
             section = operation.check(**options)
-            work = functools.partial(
-                self._finish_load, operation, section, until_loaded.pop_all(), started, blocking=blocking
-            )
-        self._run(work, blocking=blocking)
+            return operation, section, until_loaded.pop_all()
 
     def _finish_load(
         self,
@@ -231,6 +245,16 @@ class Checkpoints:
             operation.directory,
             time.monotonic() - started,
         )
+
+    def _begin(self, begin: Callable[[], _T]) -> _T:
+        """Begins anew when another number of servers has taken over since they were looked for (ADR 34)."""
+        for _ in range(_MAX_BEGINNINGS):
+            try:
+                return begin()
+            except ServersReplacedError as failure:
+                get_default_logger().info("looking for the parameter servers again: %s", failure)
+                last = str(failure)
+        raise UnavailableError(f"the parameter servers were replaced {_MAX_BEGINNINGS} times: {last}")
 
     def _show(self, operation: DumpOperation | LoadOperation, title: str) -> None:
         self._operation, self._progress = operation, ShownProgress(title)

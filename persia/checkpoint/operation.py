@@ -40,6 +40,10 @@ _RETRY_S = 0.25
 _MAX_PARALLEL_CALLS = 32  # threads of the coordinator, which may be the process that trains
 
 
+class ServersReplacedError(UnavailableError):
+    """Another number of servers has taken over: the operation must begin anew, with those."""
+
+
 @dataclass
 class Operation:
     """Asks all servers the same question, repeats it, and judges the answers."""
@@ -95,7 +99,10 @@ class Operation:
         return Attempts(self.deadline_s, pause_s=_FIRST_POLL_S, longest_pause_s=_LONGEST_POLL_S)
 
     def _ask(self, peer: Peer, request: Request) -> Report:
-        """Repeats the request until it is answered; UnavailableError names a server that is silent."""
+        """Repeats the request until it is answered; UnavailableError names a server that is silent.
+
+        ServersReplacedError: the request begins a dump or a load, and the server is not the one it is for.
+        """
         # Before its first answer a server may be busy with another operation, or still be starting.
         is_first = request.verb in (Verb.DUMP, Verb.LOAD)
         patience_s = self.deadline_s if is_first else min(self.deadline_s, _SILENCE_S)
@@ -105,6 +112,8 @@ class Operation:
             try:
                 return peer.call(request, min(_CALL_TIMEOUT_S, max(attempts.left_s, 0.1)))
             except NotFoundError as failure:
+                if is_first:  # the operation itself is new to every server
+                    raise ServersReplacedError(f"{peer}: {failure}") from failure
                 # A restarted server has lost its snapshot: repeating the request cannot help.
                 raise UnavailableError(
                     f"{peer} has restarted during {self.operation}, which it no longer knows"

@@ -5,6 +5,7 @@ In: a `Request`. Out: a `Report`, or an error that tells whether the request may
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from persia.checkpoint.protocol import Report, Request
@@ -39,6 +40,8 @@ class NatsPeer:
         self._subject = session.subjects.checkpoint(info.index)
 
     def call(self, request: Request, timeout_s: float) -> Report:
+        # The subject names an index alone: of another number of servers, another one would answer.
+        request = replace(request, replicas=self._info.replicas, generation=self._info.generation)
         return Report.decode(self._session.request(self._subject, request.encode(), timeout_s))
 
     def __str__(self) -> str:

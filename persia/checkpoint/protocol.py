@@ -57,6 +57,9 @@ class Request(JsonMessage):
     verb: Verb
     operation: str
     arguments: dict[str, Any] = field(default_factory=dict)  # of the verb: see server_job
+    # The servers that the coordinator has found: their number, 0 where it does not say, and their generation.
+    replicas: Count = 0
+    generation: Count = 0
 
     def read(self, kind: type[_T]) -> _T:
         """The arguments as a dataclass. CorruptionError names the one that is wrong."""

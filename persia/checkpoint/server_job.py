@@ -69,6 +69,7 @@ class ServerShare:
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
     num_threads: int  # files that are written, or read, at the same time
+    generation: int = 0  # how often the number of servers was changed before it (ADR 34)
     # Whether dumps run at a lower priority: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
     lowers_priority: bool = False

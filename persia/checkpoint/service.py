@@ -17,6 +17,7 @@ from persia.security import audit
 
 # Far above the pauses between polls: a coordinator that is slow, or on a loaded machine, keeps its operation.
 _LEASE_S = 60.0
+_BEGINNINGS = (Verb.DUMP, Verb.LOAD, Verb.TRACK, Verb.TAKE)
 
 
 class ChangeTracker(JobMaker, Protocol):
@@ -67,7 +68,11 @@ class CheckpointService:
         )
 
     def answer(self, request: Request) -> Report:
-        """NotFoundError: an operation that this server does not know; ResourceExhaustedError: it is busy."""
+        """NotFoundError: an operation that this server does not know, or one that begins with another number
+        or generation of servers. ResourceExhaustedError: it is busy.
+        """
+        if request.verb in _BEGINNINGS:
+            self._require_same_servers(request)
         if request.verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE):
             return self._begin(request).report()
         if request.verb in (Verb.TRACK, Verb.CHANGES):
@@ -103,6 +108,16 @@ class CheckpointService:
         job = self._running()
         if job is not None:
             job.close()
+
+    def _require_same_servers(self, request: Request) -> None:
+        # A subject names an index alone. With another number of servers the rows of this one are another
+        # share: a checkpoint of both would lack rows, or have them twice.
+        asked, own = (request.replicas, request.generation), (self._share.replicas, self._share.generation)
+        if request.replicas and asked != own:
+            raise NotFoundError(
+                f"this server is of {own[0]} (generation {own[1]}), and one of {asked[0]} (generation "
+                f"{asked[1]}) was asked: the number of servers was changed meanwhile"
+            )
 
     def _begin(self, request: Request) -> ServerJob:
         # Under the lock: of two requests that arrive at once, one would overwrite the other's snapshot.

@@ -112,6 +112,10 @@ class ServiceInfo(JsonMessage):
             )
         return True
 
+    def has_replaced(self, known: ServiceInfo) -> bool:
+        """Whether `known` is one of another number of servers, which those of this one have replaced."""
+        return self.role == known.role and self.generation > known.generation
+
     def __str__(self) -> str:
         where = f" at {self.address}" if self.address else ""
         return f"{self.role} {self.index} of {self.replicas}{where} (pid {self.pid})"
@@ -415,10 +419,10 @@ class _Watch(Registration):
         """False: it comes from a service that was replaced."""
         info = event.info
         with self._lock:
-            if info.generation < self._generation:
-                return False
-            self._generation = info.generation
             if event.kind is EventKind.JOINED:
+                if info.generation < self._generation:
+                    return False
+                self._generation = info.generation
                 # One that was replaced while it was cut off says that it has joined when it returns.
                 if info.term < self._terms.get(info.index, 0):
                     return False

@@ -107,13 +107,16 @@ def _ask_all(addresses: Sequence[str]) -> list[tuple[dict[str, Any] | None, str 
 def with_gone(
     before: Mapping[tuple[str, int], ProcessStatus], now: Sequence[ProcessStatus]
 ) -> list[ProcessStatus]:
-    """`now`, and the processes of `before` that it lacks: a killed process publishes no LEFT event."""
+    """`now`, and the processes of `before` that it lacks: a killed process publishes no LEFT event.
+
+    Those that another number of servers has replaced are not missed.
+    """
     here = {(status.info.role, status.info.index) for status in now}
     reason = "it does not answer any more: it has ended, was killed, or is cut off; see its log"
     gone = [
         ProcessStatus(info=status.info, values=None, error=reason, gone=True)
         for place, status in before.items()
-        if place not in here
+        if place not in here and not any(other.info.has_replaced(status.info) for other in now)
     ]
     order = {role: number for number, role in enumerate(ROLES)}
     return sorted([*now, *gone], key=lambda status: (order[status.info.role], status.info.index))

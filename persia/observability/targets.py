@@ -78,4 +78,8 @@ class TargetsFile:
 
     def _join(self, info: ServiceInfo) -> None:
         with self._lock:
+            # Servers of another number before have ended, whether their events were received or not.
+            ended = [place for place, known in self._known.items() if info.has_replaced(known)]
+            for place in ended:
+                del self._known[place]
             self._known[info.role, info.index] = info

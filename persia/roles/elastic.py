@@ -27,6 +27,7 @@ from persia.validation import Count
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
+_BUSY = "a checkpoint is being written or loaded: try again after it"
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -120,11 +121,14 @@ class ElasticServer:
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
         """`handle` of the CheckpointService. Of the servers before and after, one answers."""
         checkpoints = self._checkpoints
-        if not self.is_serving or checkpoints is None:
+        begins = Request.decode(payload).verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE)
+        # One that has handed over refuses what begins: without an answer the asker would wait for long.
+        if checkpoints is None or not (self._has_rows if begins else self.is_serving):
             return None
+        if not begins:
+            return checkpoints.handle(payload)  # without the lock: a poll must not wait for a snapshot
         with self._lock:
-            begins = Request.decode(payload).verb in (Verb.DUMP, Verb.LOAD, Verb.TAKE)
-            if begins and self._server.transfer is not None:
+            if self._server.transfer is not None:
                 raise ResourceExhaustedError("the number of parameter servers is being changed")
             return checkpoints.handle(payload)
 
@@ -135,7 +139,8 @@ class ElasticServer:
         elif request.step is Step.HAND_OVER:
             self._server.hand_over()
         elif request.step is Step.GIVE_UP:
-            self._server.resume()
+            with self._lock:  # after a COPY that has begun, whose copy none would end
+                self._server.resume()
         elif request.step is Step.SERVE:
             self._serve()
         return self._report().encode()
@@ -151,16 +156,21 @@ class ElasticServer:
 
     def _busy_with(self) -> str:
         if self._checkpoints is not None and self._checkpoints.is_busy:
-            return "a checkpoint is being written or loaded: try again after it"
+            return _BUSY
         return ""
 
     def _copy(self, request: ResizeRequest) -> None:
-        with self._lock:
+        # Without a wait: the coordinator may give up meanwhile, and the copy would begin after that.
+        if not self._lock.acquire(blocking=False):
+            raise FailedPreconditionError(_BUSY)
+        try:
             if reason := self._busy_with():
                 raise FailedPreconditionError(reason)
             targets = [(address, int(incarnation, 16)) for address, incarnation in request.targets]
             processors = max_processors(request.percent)
             self._server.begin_transfer(targets, max_processors=processors, deadline_s=_PIECE_S)
+        finally:
+            self._lock.release()
 
     def _serve(self) -> None:
         assert self._advertiser is not None

@@ -181,7 +181,7 @@ class ServerLinks:
         """For `Directory.watch`."""
         if event.kind is EventKind.JOINED:
             self.connect(event.info)
-        else:
+        elif event.info.generation >= self._generation:  # else others have its rows
             get_default_logger().info("%s has stopped; lookups wait until it is back", event.info)
 
     def connect(self, server: ServiceInfo) -> None:
@@ -193,7 +193,10 @@ class ServerLinks:
                 self._connect(server)
 
     def _gather(self, server: ServiceInfo) -> None:
-        if any(known.generation < server.generation for known in self._next.values()):
+        generation = max((known.generation for known in self._next.values()), default=0)
+        if server.generation < generation:  # it was replaced before it was known
+            return
+        if server.generation > generation:
             self._next = {}
         self._next[server.index] = server
         if len(self._next) < server.replicas:

@@ -233,6 +233,7 @@ def _share(
         store=server.store,
         index=options.replica_index,
         replicas=options.replica_size,
+        generation=options.generation,
         schema=None if slots is None else RowSchema.of(slots),
         num_threads=config.common_config.checkpointing_config.num_workers,
         # Dumping threads run at a lower priority than lookups.

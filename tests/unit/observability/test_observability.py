@@ -161,6 +161,15 @@ def test_who_is_not_heard_of_any_more_stays_as_gone_in_its_place():
     assert with_gone(before, [second, first]) == [first, second]
 
 
+def test_servers_that_were_replaced_by_another_number_are_not_missed():
+    old = [
+        ProcessStatus(info=dataclasses.replace(info(index), index=index, replicas=2), values={})
+        for index in (0, 1)
+    ]
+    new = ProcessStatus(info=dataclasses.replace(info(5), generation=1), values={})
+    assert with_gone({("nn-worker", index): status for index, status in enumerate(old)}, [new]) == [new]
+
+
 def test_replicas_that_are_not_there_are_named():
     assert missing_replicas([dataclasses.replace(info(), index=1, replicas=3)]) == [
         "nn-worker 0",

@@ -105,6 +105,33 @@ def test_servers_of_the_next_generation_replace_those_of_before_once_all_are_kno
     assert worker.servers == [(0, "h:1"), (1, "h:2"), (1, "n:3")]
 
 
+def test_servers_of_two_generations_are_never_used_together():
+    worker = Worker()
+    links = ServerLinks(worker, 1)
+    links.connect(server(20, "b:0", index=0, replicas=3, generation=2))
+    links.connect(server(11, "a:1", index=1, replicas=3, generation=1))
+    links.connect(server(22, "b:2", index=2, replicas=3, generation=2))
+    assert worker.replaced == []
+    links.connect(server(21, "b:1", index=1, replicas=3, generation=2))
+    assert worker.replaced == [["b:0", "b:1", "b:2"]]
+
+
+def test_watchers_hear_of_the_end_of_servers_that_were_replaced():
+    broker = LocalBroker()
+    old = Advertiser(LocalSession(broker, name="old"), server(1, "h:1", index=1))
+    old.start()
+    events: list[tuple[EventKind, str]] = []
+    watch = Directory(LocalSession(broker, name="watcher")).watch(
+        EMBEDDING_PARAMETER_SERVER, lambda event: events.append((event.kind, event.info.address))
+    )
+    new = server(2, "n:0", replicas=1, generation=1)
+    Advertiser(LocalSession(broker, name="new"), new).start()
+    old.publish_again()  # as after a reconnect
+    old.stop()
+    assert events == [(EventKind.JOINED, "n:0"), (EventKind.LEFT, "h:1")]
+    watch.close()
+
+
 def test_callers_find_the_servers_of_the_latest_generation():
     broker, has_rows = LocalBroker(), [True]
     session = LocalSession(broker, name="test")
