@@ -5,60 +5,18 @@ docs/recovery.md, "Simulation", says what is real and what is checked.
 
 from __future__ import annotations
 
-import gc
-import multiprocessing
 import resource
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 
 import click
 
 from benchmarks.simulation.library import PATH, Library
-from benchmarks.simulation.scenario import Outcome, run_seed
+from benchmarks.simulation.scenario import run_seed
+from benchmarks.simulation.seeds import run_seeds, undisturbed
 
-_SEEDS_A_PART, _PARTS_A_PROCESS = (
-    10,
-    10,
-)  # what killed processes held is not freed: real ones end now and then
 _COMMAND = "python -m benchmarks.simulation --seed {} --trace"
-
-
-def undisturbed(library: Library) -> int:
-    """The digest of the rows without faults."""
-    outcome = run_seed(library, 0, expected=None, has_faults=False)
-    if outcome.failure:
-        raise click.ClickException(f"without faults: {outcome.failure}")
-    return outcome.digest
-
-
-def _run_some(expected: int, seeds: range) -> list[Outcome]:
-    sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
-    gc.freeze()  # the product's modules; seeds leave little garbage
-    library = Library()
-    return [run_seed(library, seed, expected=expected) for seed in seeds]
-
-
-def run_seeds(seeds: range, processes: int) -> list[Outcome]:
-    """The outcomes of all seeds, some of them at a time in processes of their own."""
-    context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        expected = pool.submit(_undisturbed).result()
-    parts = [seeds[i : i + _SEEDS_A_PART] for i in range(0, len(seeds), _SEEDS_A_PART)]
-    outcomes: list[Outcome] = []
-    # A worker that dies, by an assertion of the native half for instance, is an error here and no hang.
-    for first in range(0, len(parts), processes * _PARTS_A_PROCESS):
-        with ProcessPoolExecutor(processes, mp_context=context) as pool:
-            some = parts[first : first + processes * _PARTS_A_PROCESS]
-            for part in pool.map(partial(_run_some, expected), some):
-                outcomes += part
-    return outcomes
-
-
-def _undisturbed() -> int:
-    return undisturbed(Library())
 
 
 @click.command(help=__doc__)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
 from benchmarks.simulation import job
-from benchmarks.simulation.__main__ import run_seeds, undisturbed
 from benchmarks.simulation.library import PATH, Library
 from benchmarks.simulation.scenario import Outcome, run_seed
+from benchmarks.simulation.seeds import pool_of, run_seeds, undisturbed
 from persia._native import BatchReference
 from persia.pipeline import backend
 from persia.roles import standby
@@ -24,7 +22,7 @@ FOUND_BUGS = (60, 163, 239, 355, 491, 1199, 3132, 3481, 3921, 4249, 4313, 5244)
 
 def in_a_process(function: Callable[[], list[Outcome]]) -> list[Outcome]:
     """What killed processes of the simulation held is freed with the real one."""
-    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+    with pool_of(1) as pool:
         return pool.submit(function).result()
 
 

@@ -1,0 +1,58 @@
+"""Runs seeds in processes of their own, some at a time."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+
+from benchmarks.simulation.library import Library
+from benchmarks.simulation.scenario import Outcome, run_seed
+
+# What killed processes of the simulation held is not freed: real ones end now and then.
+_SEEDS_A_PART, _PARTS_A_PROCESS = 10, 10
+
+
+def undisturbed(library: Library) -> int:
+    """The digest of the rows without faults."""
+    outcome = run_seed(library, 0, expected=None, has_faults=False)
+    if outcome.failure:
+        raise AssertionError(f"without faults: {outcome.failure}")
+    return outcome.digest
+
+
+def _run_some(expected: int, seeds: range) -> list[Outcome]:
+    sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
+    gc.freeze()  # the product's modules; seeds leave little garbage
+    library = Library()
+    return [run_seed(library, seed, expected=expected) for seed in seeds]
+
+
+def pool_of(processes: int) -> ProcessPoolExecutor:
+    """Processes for seeds. Forked from one that has no threads: a fork of this one would collect objects of
+    the engine whose threads it does not have.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.simulation.seeds"])
+    return ProcessPoolExecutor(processes, mp_context=context)
+
+
+def run_seeds(seeds: range, processes: int) -> list[Outcome]:
+    """The outcomes of all seeds, some of them at a time in processes of their own."""
+    with pool_of(1) as pool:
+        expected = pool.submit(_undisturbed).result()
+    parts = [seeds[i : i + _SEEDS_A_PART] for i in range(0, len(seeds), _SEEDS_A_PART)]
+    outcomes: list[Outcome] = []
+    # A worker that dies, by an assertion of the native half for instance, is an error here and no hang.
+    for first in range(0, len(parts), processes * _PARTS_A_PROCESS):
+        with pool_of(processes) as pool:
+            some = parts[first : first + processes * _PARTS_A_PROCESS]
+            for part in pool.map(partial(_run_some, expected), some):
+                outcomes += part
+    return outcomes
+
+
+def _undisturbed() -> int:
+    return undisturbed(Library())
