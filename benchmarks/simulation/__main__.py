@@ -5,7 +5,6 @@ docs/recovery.md, "Simulation", says what is real and what is checked.
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections import Counter
@@ -34,15 +33,14 @@ def main(seeds: int, first: int, seed: int | None, trace: bool, processes: int) 
         print(f"seed {seed}: {outcome.failure or 'everything held'} after {outcome.elapsed_s:.1f} s")
         sys.exit(bool(outcome.failure))
     begin = time.monotonic()
-    outcomes = run_seeds(range(first, first + seeds), processes)
+    outcomes, processor_s = run_seeds(range(first, first + seeds), processes)
     failed = sorted((o for o in outcomes if o.failure), key=lambda o: o.seed)
     for outcome in failed:
         print(f"seed {outcome.seed}: {outcome.failure}\n  {_COMMAND.format(outcome.seed)}")
     faults = sum((outcome.faults for outcome in outcomes), Counter[str]())
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
         f"{len(outcomes)} seeds in {time.monotonic() - begin:.0f} s, with "
-        f"{usage.ru_utime + usage.ru_stime:.0f} s of processors; {len(failed)} failed"
+        f"{processor_s:.0f} s of processors; {len(failed)} failed"
     )
     lost = sum(outcome.has_lost_rows for outcome in outcomes)
     print(f"  rows lost and reported, by a server and the broker at a time: {lost}")

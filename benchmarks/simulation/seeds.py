@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -23,11 +24,13 @@ def undisturbed(library: Library) -> int:
     return outcome.digest
 
 
-def _run_some(expected: int, seeds: range) -> list[Outcome]:
+def _run_some(expected: int, seeds: range) -> tuple[list[Outcome], float]:
+    begin = time.process_time()
     sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
     gc.freeze()  # the product's modules; seeds leave little garbage
     library = Library()
-    return [run_seed(library, seed, expected=expected) for seed in seeds]
+    outcomes = [run_seed(library, seed, expected=expected) for seed in seeds]
+    return outcomes, time.process_time() - begin
 
 
 def pool_of(processes: int) -> ProcessPoolExecutor:
@@ -39,19 +42,21 @@ def pool_of(processes: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(processes, mp_context=context)
 
 
-def run_seeds(seeds: range, processes: int) -> list[Outcome]:
-    """The outcomes of all seeds, some of them at a time in processes of their own."""
+def run_seeds(seeds: range, processes: int) -> tuple[list[Outcome], float]:
+    """The outcomes of all seeds, some of them at a time in processes of their own; their processor time in s."""
     with pool_of(1) as pool:
         expected = pool.submit(_undisturbed).result()
     parts = [seeds[i : i + _SEEDS_A_PART] for i in range(0, len(seeds), _SEEDS_A_PART)]
     outcomes: list[Outcome] = []
+    processor_s = 0.0
     # A worker that dies, by an assertion of the native half for instance, is an error here and no hang.
     for first in range(0, len(parts), processes * _PARTS_A_PROCESS):
         with pool_of(processes) as pool:
             some = parts[first : first + processes * _PARTS_A_PROCESS]
-            for part in pool.map(partial(_run_some, expected), some):
+            for part, part_s in pool.map(partial(_run_some, expected), some):
                 outcomes += part
-    return outcomes
+                processor_s += part_s
+    return outcomes, processor_s
 
 
 def _undisturbed() -> int:

@@ -68,7 +68,7 @@ def without_asking_who_has_the_rows() -> list[Outcome]:
 
 
 def test_the_protocol_holds_under_faults() -> None:
-    outcomes = run_seeds(range(1, 61), processes=2)
+    outcomes, _ = run_seeds(range(1, 61), processes=2)
     assert {outcome.seed: outcome.failure for outcome in outcomes if outcome.failure} == {}
     assert sum(sum(outcome.faults.values()) for outcome in outcomes) > 60
 
