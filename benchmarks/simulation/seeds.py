@@ -43,7 +43,7 @@ def pool_of(processes: int) -> ProcessPoolExecutor:
 
 
 def run_seeds(seeds: range, processes: int) -> tuple[list[Outcome], float]:
-    """The outcomes of all seeds, some of them run at a time in processes of their own, and processor time in s."""
+    """The outcomes of all seeds, each run in a process beside others, and the processor time in s."""
     with pool_of(1) as pool:
         expected = pool.submit(_undisturbed).result()
     parts = [seeds[i : i + _SEEDS_A_PART] for i in range(0, len(seeds), _SEEDS_A_PART)]
