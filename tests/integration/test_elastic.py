@@ -91,7 +91,7 @@ def test_more_servers_and_fewer_give_the_bits_of_a_job_that_keeps_its_own(
     assert len(report["sizes"]) == 2
 
 
-def test_what_cannot_be_moved_is_refused_before_anything_starts(start_job: Any) -> None:
+def test_what_cannot_be_moved_is_refused_before_anything_starts() -> None:
     from persia.testing import LocalCluster
 
     section = {"embedding_parameter_server_config": {"enable_incremental_update": True}}
@@ -100,6 +100,15 @@ def test_what_cannot_be_moved_is_refused_before_anything_starts(start_job: Any) 
         with pytest.raises(FailedPreconditionError, match="enable_incremental_update"):
             cluster.resize(2)
         assert [process.name for process in cluster.processes if "-of-" in process.name] == []
+
+
+def test_a_server_that_is_restarted_after_a_change_serves() -> None:
+    from persia.testing import LocalCluster
+
+    slots = {"slots_config": {"user": {"dim": 8}}}
+    with LocalCluster(embedding_config=slots, start_deadline_s=300) as cluster:
+        cluster.resize(2)
+        cluster.restart(f"{SERVER}-0-of-2")
 
 
 class Launched:
