@@ -369,8 +369,8 @@ class ParameterServer:
         tier: TierOptions | None = None,
         row_dtype: str = "float32",  # "float16", "bfloat16": embeddings in memory; not with a tier
         standby_deadline_s: float = 0.0,  # not 0: a standby may be attached
-        is_standby: bool = False,
-        num_sources: int = 0,  # refuses everything until take_over()
+        is_standby: bool = False,  # refuses everything until take_over()
+        num_sources: int = 0,  # not 0: refuses everything until serve()
     ) -> None: ...
     # FailedPreconditionError: it has one, or a dump is under way
     def attach_standby(self, address: str, incarnation: int) -> None: ...

@@ -47,8 +47,20 @@ def _server_options(*, default_port: int, embedding_config_required: bool) -> Ca
     "when it dies.",
 )
 @options.verify_key
-@option("--generation", type=click.IntRange(min=0), default=0, hidden=True)  # of persia-launcher resize
-@option("--sources", type=click.IntRange(min=0), default=0, hidden=True)
+@option(
+    "--generation",
+    type=click.IntRange(min=0),
+    default=0,
+    hidden=True,
+    help="Of persia-launcher resize: the servers of a higher one replace those of lower ones.",
+)
+@option(
+    "--sources",
+    type=click.IntRange(min=0),
+    default=0,
+    hidden=True,
+    help="Of persia-launcher resize: from how many servers this one gathers its rows.",
+)
 @option(
     "--pmem",
     metavar="PATH",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from persia.env import get_deadline_s
 from persia.launcher import options
 from persia.launcher.job_description import JobDescription, description_options
 from persia.launcher.nats_server import NATS, start_local_nats
@@ -167,7 +166,6 @@ def _start(job: LocalJob, supervisor: Supervisor, folder: Path, stack: contextli
             made.append(specs.data_loader(job.data_loader, job.loader_args, index, job.data_loaders, {}))
     made.append(specs.nn_worker(job.nn_worker, job.script_args, job.nproc_per_node, {}))
     session = stack.enter_context(NatsSession(nats_url, job.job_name, name="launcher"))
-    session.connect(get_deadline_s())
     servers = Resizer(supervisor, session, specs, job.parameter_servers)
     stack.callback(ResizeService(servers, session, _tell).close)
     return _Processes(servers, made)

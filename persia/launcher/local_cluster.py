@@ -175,7 +175,9 @@ class LocalCluster:
 
         The processes have other names then, such as "embedding-parameter-server-0-of-3".
         """
-        return self._resizer.resize(parameter_servers)
+        state = self._resizer.resize(parameter_servers)
+        self._num_replicas[EMBEDDING_PARAMETER_SERVER] = parameter_servers
+        return state
 
     def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
         """Waits until `process` has ended and returns its exit code.
@@ -203,7 +205,7 @@ class LocalCluster:
         # Killed rather than stopped: a restart in tests stands for a crash.
         _kill(old)
         new = self._supervisor.start(old.spec)
-        role, _, index = name.rpartition("-")
+        role, _, index = name.partition("-of-")[0].rpartition("-")
         if role in self._num_replicas:
             self._await_ready(role, pid=new.pid, index=int(index))
 
@@ -226,10 +228,10 @@ class LocalCluster:
         # After the servers are started, which connect by themselves: the cluster is ready sooner.
         self._session = stack.enter_context(NatsSession(self.nats_url, self._job_name, name="local-cluster"))
         self._session.connect(self._start_deadline_s)
-        for (role, index), process in servers.items():
-            self._await_ready(role, pid=process.pid, index=index)
         num_servers = self._num_replicas[EMBEDDING_PARAMETER_SERVER]
         self._resizer = Resizer(self._supervisor, self._session, self._specs, num_servers)
+        for (role, index), process in servers.items():
+            self._await_ready(role, pid=process.pid, index=index)
 
     def _make_specs(self, folder: Path) -> ProcessSpecs:
         files = {}
@@ -254,7 +256,8 @@ class LocalCluster:
                 return
             # A server that has failed will not get ready: its output tells why, and waiting on tells nothing.
             for process in self._supervisor.processes:
-                if process.name.startswith(role) and process.exit_code is not None:
+                is_needed = process.name.startswith(role) and not self._resizer.is_expendable(process.name)
+                if is_needed and process.exit_code is not None:
                     raise UnavailableError(
                         f"{process.name} ended with exit code {process.exit_code}:\n{process.output}"
                     )

@@ -24,8 +24,9 @@ def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None
     within some tens of milliseconds, and the old servers end. No batch fails, and each update is applied
     once. Meanwhile all rows are in memory twice.
 
-    If anything fails before the new servers take over, they end, and the old ones continue. Ends with exit
-    code 1 then. No checkpoint can be written or loaded until it is over.
+    If anything fails before the new servers take over, they end, and the old ones continue. If the new ones
+    fail later, that is the death of parameter servers. Ends with exit code 1 both times. No checkpoint can be
+    written or loaded until it is over.
 
     Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
     """
@@ -57,7 +58,7 @@ def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None
                 break
             state = ask(0)
     if state.failure:
-        click.secho(f"still {state.before} parameter servers: {state.failure}", fg="red", err=True)
+        click.secho(f"{state.outcome}: {state.failure}", fg="red", err=True)
         sys.exit(1)
     click.echo(
         f"{state.after} parameter servers instead of {state.before}: {state.num_rows} rows, "

@@ -1,41 +1,48 @@
 """Changes of the number of parameter servers of a job while it trains (ADR 34), by who supervises it.
 
 In: the supervisor with the job's processes, and the number that is wanted. New servers are started beside the
-old ones, and get their rows; then they take over, and the old ones end. Until the new ones answer, whatever
-fails is given up: the new servers end, and the old ones continue.
+old ones, and get their rows; then they take over, and the old ones end. Until all old ones have handed over,
+whatever fails is given up: the new servers end, and the old ones continue. What fails afterwards ends the new
+ones, which is the death of parameter servers: the job returns to its last checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field
 
 from persia import env
 from persia.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
     InternalError,
+    InvalidArgumentError,
     PersiaError,
     UnavailableError,
 )
 from persia.launcher.process_specs import STANDBY, ProcessSpecs
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
-from persia.messaging.payloads import JsonMessage
+from persia.messaging.interface import Registration
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import ResizeReport, ResizeRequest, Step
+from persia.security import audit
 from persia.validation import Count
 from persia.waiting import Attempts
 
 _ANSWER_S = 5.0
 _HAND_OVER_S = 20.0
 _END_S = 10.0
+_INTERRUPT_S = 0.2
 # Requests wait for about one round of changes, when servers hand over. After some seconds of trying, a longer
 # round must do.
 _SHORT_ROUND_S, _LONGER_ROUND_S = 0.05, 0.1
@@ -54,11 +61,19 @@ class ResizeState(JsonMessage):
     after: Count
     step: str
     is_over: bool = False
+    has_new_servers: bool = False  # the job has as many as `after` says, also if these have failed
     num_rows: Count = 0
     num_bytes: Count = 0
     copy_s: float = 0.0  # until the servers handed over
     pause_s: float = 0.0  # from then until all new servers answered
     failure: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """Of one that has failed."""
+        if self.has_new_servers:
+            return f"the {self.after} new parameter servers were ended, and the job returns to its checkpoint"
+        return f"still {self.before} parameter servers"
 
 
 class Resizer:
@@ -77,45 +92,88 @@ class Resizer:
         self._supervisor, self._session, self._specs = supervisor, session, specs
         self._percent = processors
         self._lock = threading.Lock()  # one change at a time
-        self._num_servers, self._generation = num_servers, 0
-        self._names = [spec.name for spec in self.specs()]  # of the processes that have the rows
-        self._is_cancelled = threading.Event()
+        # Generations are never used twice: who watches the job for longer ignores those below the highest.
+        self._num_servers, self._generation, self._last_generation = num_servers, 0, 0
+        self._names_lock = threading.Lock()
+        self._names = [spec.name for spec in self.specs()]  # of the processes that have the rows, by index
+        self._is_cancelled, self._is_closed = threading.Event(), threading.Event()
         self.state = ResizeState(before=num_servers, after=num_servers, step="none", is_over=True)
 
     def specs(self) -> list[ProcessSpec]:
         """The servers as the job has them when it is started again: as many as now, without rows."""
-        count = self._num_servers
-        return [self._specs.server(EMBEDDING_PARAMETER_SERVER, i, count) for i in range(count)]
+        return [self._spec(index, self._num_servers, self._generation) for index in range(self._num_servers)]
 
     @property
     def num_servers(self) -> int:
         return self._num_servers
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
+
     def is_expendable(self, name: str) -> bool:
         """Whether it is a parameter server that does not have the rows yet, or no more."""
         is_server = name.startswith(f"{EMBEDDING_PARAMETER_SERVER}-") and not name.endswith(STANDBY)
-        return is_server and name not in self._names
+        with self._names_lock:
+            return is_server and name not in self._names
 
     def cancel(self) -> None:
-        """The job is about to be started again: gives up what can be given up, and returns after that."""
+        """Gives up what can be given up, and returns after that. For a job whose processes have been killed,
+        and that is about to be started again.
+        """
         self._is_cancelled.set()
-        with self._lock:  # the change has ended
-            self._generation = 0
-            self._names = [spec.name for spec in self.specs()]
-            self._is_cancelled.clear()
+        with self._interrupted():
+            if self._last_generation:
+                self._last_generation += 1
+                self._generation = self._last_generation
+            with self._names_lock:
+                self._names = [spec.name for spec in self.specs()]
+            if not self.is_closed:
+                self._is_cancelled.clear()
+
+    def close(self) -> None:
+        """The job ends: no change begins any more, and the old servers of one under way stay as they are."""
+        self._is_closed.set()
+        self.cancel()
 
     def resize(self, num_servers: int) -> ResizeState:
         """Returns when the new servers answer and the old ones have ended. FailedPreconditionError: with what
-        the servers have, their number cannot be changed; nothing was started. Other errors: it was given up.
+        the servers have, their number cannot be changed; nothing was started. Other errors: it has failed;
+        `state` says which servers the job has.
         """
+        self.begin(num_servers)
+        return self.finish()
+
+    def begin(self, num_servers: int) -> None:
+        """The first part of `resize`, which refuses. `finish` must follow, on any thread."""
         if not self._lock.acquire(blocking=False):
             raise FailedPreconditionError("the number of parameter servers is being changed already")
         try:
             self._check(num_servers)
             self.state = ResizeState(before=self._num_servers, after=num_servers, step="start")
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def finish(self) -> ResizeState:
+        """The second part of `resize`."""
+        try:
             with self._failing():
-                self._run(num_servers)
+                self._run(self.state.after)
             return self.state
+        finally:
+            self._lock.release()
+
+    @contextlib.contextmanager
+    def _interrupted(self) -> Iterator[None]:
+        """The block runs once no change is under way. Requests of one that is do not wait for answers."""
+        # Again and again: one may just begin to wait.
+        while not self._lock.acquire(timeout=_INTERRUPT_S):
+            for generation in (self._generation, self._last_generation):
+                for index in range(max(self._num_servers, self.state.after)):
+                    self._session.interrupt(self._session.subjects.resize(generation, index))
+        try:
+            yield
         finally:
             self._lock.release()
 
@@ -123,7 +181,7 @@ class Resizer:
     def _failing(self) -> Iterator[None]:
         try:
             yield
-        except PersiaError as error:
+        except BaseException as error:
             self._note(is_over=True, failure=f"{type(error).__name__}: {error}")
             raise
         self._note(is_over=True, step="done")
@@ -132,6 +190,10 @@ class Resizer:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
 
     def _check(self, num_servers: int) -> None:
+        if self.is_closed:
+            raise UnavailableError("the job is ending")
+        if num_servers < 1:
+            raise InvalidArgumentError(f"{num_servers} parameter servers: a job has at least one")
         if num_servers == self._num_servers:
             raise FailedPreconditionError(f"the job has {num_servers} parameter servers already")
         for report in self._ask_all(self._old(), Step.WHO):
@@ -141,10 +203,12 @@ class Resizer:
                 )
 
     def _run(self, num_servers: int) -> None:
-        old, new = self._old(), [(self._generation + 1, index) for index in range(num_servers)]
-        processes = []
+        self._last_generation += 1
+        generation = self._last_generation
+        old, new = self._old(), [(generation, index) for index in range(num_servers)]
+        processes: list[ManagedProcess] = []
         try:
-            processes = self._start_new(num_servers)
+            self._start_new(generation, num_servers, processes)
             targets = self._await_new(new, processes)
             begin = time.monotonic()
             percent = max(1, self._percent // len(old))
@@ -154,29 +218,48 @@ class Resizer:
             self._note(step="hand over", copy_s=copied - begin)
             reports = self._ask_all(old, Step.HAND_OVER, timeout_s=_HAND_OVER_S)
             self._count(reports)
+            before = self._commit(generation, processes)
         except BaseException:
             self._give_up(old, processes)
             raise
-        # From here on the new servers have the rows, whatever happens.
-        before, self._names = self._names, [process.name for process in processes]
-        self._num_servers, self._generation = num_servers, self._generation + 1
         try:
             self._serve(new, processes)
             self._note(step="end", pause_s=time.monotonic() - copied)
+        except BaseException:
+            # Old ones answer no more, and new ones perhaps not all. The end of these is one of parameter
+            # servers, so the job returns to its last checkpoint.
+            self._kill(processes)
+            raise
         finally:
             self._end([process for process in self._supervisor.processes if process.name in before])
+
+    def _commit(self, generation: int, processes: Sequence[ManagedProcess]) -> list[str]:
+        """From here on the new servers have the rows, whatever happens. Returns the names of the old ones."""
+        # Under the lock: the end of a process that was expendable before must be seen here.
+        with self._names_lock:
+            _check_running(processes)
+            before, self._names = self._names, [process.name for process in processes]
+        self._num_servers, self._generation = len(processes), generation
+        self._note(step="serve", has_new_servers=True)
+        for process, spec in zip(processes, self.specs(), strict=True):
+            # One that is started again finds no server that would send it rows.
+            process.spec = replace(spec, name=process.name)
+        return before
 
     def _old(self) -> list[tuple[int, int]]:
         return [(self._generation, index) for index in range(self._num_servers)]
 
-    def _start_new(self, num_servers: int) -> list[ManagedProcess]:
-        specs = []
+    def _spec(self, index: int, num_servers: int, generation: int) -> ProcessSpec:
+        spec = self._specs.server(EMBEDDING_PARAMETER_SERVER, index, num_servers)
+        return replace(spec, command=(*spec.command, f"--generation={generation}")) if generation else spec
+
+    def _start_new(self, generation: int, num_servers: int, processes: list[ManagedProcess]) -> None:
+        """Appends to `processes` what has been started, also if it fails."""
         for index in range(num_servers):
-            spec = self._specs.server(EMBEDDING_PARAMETER_SERVER, index, num_servers)
-            options = (f"--generation={self._generation + 1}", f"--sources={self._num_servers}")
-            name = f"{spec.name}-of-{num_servers}"
-            specs.append(replace(spec, name=name, command=(*spec.command, *options)))
-        return [self._supervisor.start(spec) for spec in specs]
+            spec = self._spec(index, num_servers, generation)
+            command = (*spec.command, f"--sources={self._num_servers}")
+            spec = replace(spec, name=f"{spec.name}-of-{num_servers}", command=command)
+            processes.append(self._supervisor.start(spec))
 
     def _await_new(
         self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]
@@ -228,9 +311,30 @@ class Resizer:
     def _give_up(self, old: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
         for process in processes:
             process.send_signal(signal.SIGKILL)
-        for server in old:
-            with contextlib.suppress(PersiaError):  # one that has died
-                self._ask(server, Step.GIVE_UP)
+        with ThreadPoolExecutor(len(old)) as pool:
+            list(pool.map(self._release, range(len(old))))
+        self._kill(processes)
+
+    def _release(self, index: int) -> None:
+        """Returns when the old server has forgotten the new ones, or has ended: it would answer nothing, or
+        refuse checkpoints and further changes, as long as it lives.
+        """
+        waiting = f"parameter server {index} to forget the change of their number"
+        for _ in Attempts(env.get_deadline_s(), longest_pause_s=2.0, waiting_for=lambda: waiting):
+            if self.is_closed or self._process(index).exit_code is not None:
+                return
+            with contextlib.suppress(PersiaError):
+                self._ask((self._generation, index), Step.GIVE_UP)
+                return
+        self._kill([self._process(index)])
+
+    def _process(self, index: int) -> ManagedProcess:
+        """The one that has the rows of this server."""
+        return next(one for one in self._supervisor.processes if one.name == self._names[index])
+
+    def _kill(self, processes: Sequence[ManagedProcess]) -> None:
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
         for process in processes:
             process.wait(_END_S)
 
@@ -274,10 +378,14 @@ class _Watched(Attempts):
         for pause_s in super().__iter__():
             if self._is_cancelled.is_set():
                 raise UnavailableError("the job is being started again")
-            for process in self._processes:
-                if process.exit_code is not None:
-                    raise UnavailableError(f"{process.name} has ended:\n{process.output[-2000:]}")
+            _check_running(self._processes)
             yield pause_s
+
+
+def _check_running(processes: Sequence[ManagedProcess]) -> None:
+    for process in processes:
+        if process.exit_code is not None:
+            raise UnavailableError(f"{process.name} has ended:\n{process.output[-2000:]}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,20 +394,31 @@ class ResizeQuestion(JsonMessage):
 
     what = "resize question"
 
-    parameter_servers: Count = 0
+    parameter_servers: Annotated[Count, Field(le=MAX_REPLICAS)] = 0
 
 
 class ResizeService:
-    """Answers `persia-launcher resize` until `close`; the changes run on a thread of their own."""
+    """Answers `persia-launcher resize` until `close`; the changes run on threads of their own."""
 
     def __init__(self, resizer: Resizer, session: NatsSession, tell: Callable[[str], None]) -> None:
-        self._resizer, self._tell = resizer, tell
-        self._thread: threading.Thread | None = None
-        self._registration = session.respond(session.subjects.resize_job, self._answer, max_concurrency=1)
+        """Connects `session`, and does not wait for that: the job may need no change."""
+        self._resizer, self._session, self._tell = resizer, session, tell
+        self._registration: Registration | None = None
+        threading.Thread(target=self._listen, name="persia-resize-listen", daemon=True).start()
 
     def close(self) -> None:
-        self._registration.close()
-        self._resizer.cancel()
+        self._resizer.close()
+        if self._registration is not None:
+            self._registration.close()
+
+    def _listen(self) -> None:
+        session = self._session
+        try:
+            session.connect(env.get_deadline_s())
+            self._registration = session.respond(session.subjects.resize_job, self._answer, max_concurrency=1)
+        except PersiaError as error:
+            if not self._resizer.is_closed:
+                self._tell(f"parameter servers: their number cannot be changed: {error}")
 
     def _answer(self, payload: bytes) -> bytes:
         wanted = ResizeQuestion.decode(payload).parameter_servers
@@ -308,24 +427,23 @@ class ResizeService:
         return self._resizer.state.encode()
 
     def _begin(self, wanted: int) -> None:
-        started, refusals = threading.Event(), list[PersiaError]()
-        before = self._resizer.state
+        outcome = "ok"
+        try:
+            self._resizer.begin(wanted)
+        except Exception as error:
+            outcome = type(error).__name__
+            self._tell(f"parameter servers: not changed: {error}")
+            raise
+        finally:
+            # The broker says no sender; it lets this role ask.
+            audit.record(
+                peer="NATS", role="admin", method="resize", outcome=outcome, parameter_servers=wanted
+            )
+        threading.Thread(target=self._finish, name="persia-resize", daemon=True).start()
 
-        def run() -> None:
-            try:
-                done = self._resizer.resize(wanted)
-                self._tell(f"parameter servers: {done.before} were replaced by {done.after}")
-            except PersiaError as error:
-                refusals.append(error)
-                self._tell(f"parameter servers: not changed: {error}")
-            finally:
-                started.set()
-
-        self._thread = threading.Thread(target=run, name="persia-resize", daemon=True)
-        self._thread.start()
-        # A refusal comes at once, and is the answer.
-        for _ in Attempts(math.inf, pause_s=0.02):
-            if started.is_set() or self._resizer.state is not before:
-                break
-        if refusals and self._resizer.state is before:
-            raise refusals[0]
+    def _finish(self) -> None:
+        try:
+            done = self._resizer.finish()
+            self._tell(f"parameter servers: {done.before} were replaced by {done.after}")
+        except Exception as error:
+            self._tell(f"parameter servers: {self._resizer.state.outcome}: {error}")

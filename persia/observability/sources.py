@@ -60,6 +60,7 @@ class ParameterServerSource(Source):
     following: Callable[[], Mapping[str, Any]] | None = None  # set where packets are followed
     tier: Callable[[], Mapping[str, Any]] | None = None  # set where rows are in a storage tier
     standby: Callable[[], Mapping[str, Any]] | None = None  # set where servers have standbys
+    silence: Callable[[], str | None] | None = None  # set where the number of servers may change
     role = EMBEDDING_PARAMETER_SERVER
 
     def status(self) -> dict[str, Any]:
@@ -77,6 +78,9 @@ class ParameterServerSource(Source):
 
     def configured(self) -> bool:
         return bool(self.server.stats()["configured"])
+
+    def not_ready(self) -> str | None:
+        return None if self.silence is None else self.silence()
 
     def remark(self) -> str:
         return held(None if self.following is None else self.following())

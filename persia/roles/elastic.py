@@ -109,6 +109,12 @@ class ElasticServer:
         """False: it has not all rows yet, or has handed them over."""
         return self._has_rows and not self._server.has_handed_over
 
+    def not_ready(self) -> str | None:
+        """For /health: why it does not answer."""
+        if self.is_serving:
+            return None
+        return "it has handed its rows over" if self._has_rows else "it still gathers its rows"
+
     def advertisement(self) -> dict[str, Any]:
         """More arguments of `advertised`."""
         return {"is_serving": lambda: self.is_serving}

@@ -152,7 +152,8 @@ def advertised(
         advertiser.start(admitted, is_silent=options.sources > 0)
         observer.serving = True
         try:
-            get_default_logger().info("%s is ready", info)
+            # One with sources answers later (persia.roles.elastic).
+            get_default_logger().info("%s %s", info, "gathers its rows" if options.sources else "is ready")
             yield advertiser
         finally:
             # Readiness first: a balancer must not send requests to a server that is leaving.

@@ -91,6 +91,7 @@ def _serve_training(
         checkpoints = stack.enter_context(closing(CheckpointService(share, changes)))
         schema = "" if slots is None else slots.schema_hash()
         elastic = stack.enter_context(closing(ElasticServer(session, server, options, port, config)))
+        source.silence = elastic.not_ready
         pair = None
         if section.standbys:
             replica = Replica(session, server, options.replica_index, address_of(options, port))
