@@ -139,7 +139,8 @@ def _(stage: Stage) -> Iterator[None]:
     script(stage)
     with running_job(stage):
         command = [sys.executable, "-m", "persia.launcher", "status", "--targets"]
-        found = json.loads(subprocess.check_output(command, env=os.environ | stage.job, text=True))
+        # Not in the folder of the page, where a `persia` of earlier blocks may hide the package.
+        found = json.loads(subprocess.check_output(command, env=os.environ | stage.job, text=True, cwd="/"))
         stage.replaced = {"ADDRESS": found[0]["targets"][0], "curl ": "curl --fail "}
         yield
     stage.replaced, stage.job = {}, {}
