@@ -188,8 +188,8 @@ for inputs, expected in torch.load(sys.argv[2], weights_only=True):
     found = list(found) if isinstance(found, (list, tuple)) else [found]
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
-        # Not to the bit, as tests/unit/nn/test_export.py compares within a process: a matrix product adds up in
-        # another order in another process now and then, with compiled code always.
+        # Not to the bit, as tests/unit/nn/test_export.py compares within a process: in another one, a matrix
+        # product adds up in another order now and then, and compiled code always.
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 """
 
