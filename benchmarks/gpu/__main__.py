@@ -2,8 +2,8 @@
 
 Each case trains DLRM with Adagrad over IDs of a Zipf law with exponent 1.1. A figure is the median over
 chunks of steps, each measured from one synchronisation to the next. The systems of a case run one after
-the other in this process. Tables of torch and fbgemm lie in the device's memory, those of persia on the
-host.
+the other in this process. torch and fbgemm keep their tables in the device's memory, persia in the
+host's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stages 3 to 5 with a device: a batch crosses to it in one copy, and its gradients come back in one.
+"""Stages 3 to 5 with a device: one copy takes a batch to it, and one brings the gradients back.
 
 In: the `LookupResult`s of a batch, with distinct rows instead of pooled embeddings where a slot has them;
 later the gradients of the leaves. Out: tensors on the device; later arrays, with one gradient for each

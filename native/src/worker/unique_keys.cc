@@ -33,8 +33,8 @@ void UniqueKeys::Rebuild(size_t capacity) {
 // place takes 4 bytes instead of 12.
 //
 // Whether a key is new cannot be predicted, and each wrong guess would cost as much as some keys.
-// So a first pass over a block looks at the homes alone, without a branch. It leaves new keys and
-// those that are elsewhere, of which most are new.
+// So a first pass over a block looks at the homes alone, without a branch. It leaves keys that
+// are not at home. Most of these are new.
 void UniqueKeys::Insert(std::span<const uint64_t> keys, uint32_t* numbers) {
   constexpr size_t kBlock = 256;
   std::array<uint32_t, kBlock> left;

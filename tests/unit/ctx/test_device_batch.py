@@ -262,7 +262,7 @@ def test_the_check_of_devices_finds_no_difference() -> None:
 
 
 def trained_in_pairs() -> list[np.ndarray[Any, Any]]:
-    """Rows after backward passes through two batches each, of which the second has its gradients doubled."""
+    """Rows after backward passes through two batches each; the gradients of the second batch count twice."""
     torch.manual_seed(0)
     model = Model()
     with TrainCtx(
