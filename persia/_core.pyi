@@ -228,7 +228,6 @@ class SlotEmbedding:
     raw: Final[bool]
     absent: Final[bool]  # not asked for: no rows
     sample_fixed_size: Final[int]  # raw slots, else 0
-    unpooled: Final[bool]  # the rows are distinct ones, for the caller to pool
     dim: Final[int]
     num_rows: Final[int]
     rows: Final[NDArray[np.float32]]  # [num_rows, dim]; pooled: one a sample; raw: row 0 is zeros
@@ -461,7 +460,7 @@ class EmbeddingClient:
         requires_grad: bool,
         timeout_s: float = 60.0,
         slots: int = 0,  # a bit for each mode; 0: all
-        as_rows: bool = False,  # slots may be left unpooled, for `pack`
+        as_rows: bool = False,  # slots may come unpooled, for a pack: their `rows` are distinct ones
     ) -> LookupResult: ...
     def lookup_direct(
         self,

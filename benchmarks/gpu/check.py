@@ -21,7 +21,7 @@ from persia import _native
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.dense_codec import decode_dense
 from persia.job.embedded import read_slots
-from persia.pipeline.device_batch import CudaLane, DeviceBatch, Lane
+from persia.pipeline.device_batch import DeviceBatch, Lane, lane_of
 
 __all__ = ["NAMES", "SLOTS", "differences", "make_batch"]
 
@@ -110,15 +110,14 @@ def _flat(gradients: Any) -> Iterator[tuple[str, NDArray[Any]]]:
         yield f"magnitude of {name}", np.array(greatest)
 
 
-def differences(device: torch.device, num_batches: int, batch_size: int = 33) -> list[str]:
-    """What differs between the device and the CPU; empty: nothing."""
+def differences(lane: Lane, num_batches: int, batch_size: int = 33) -> list[str]:
+    """What differs between the lane's device and the CPU; empty: nothing."""
     config = read_slots(SLOTS)
     assert config is not None
     client = _native.EmbeddedClient(
         slots=config.native_slots(), feature_index_prefix_bit=config.feature_index_prefix_bit
     )
     client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-    lane: Lane = CudaLane(device) if device.type == "cuda" else Lane(device)
     on_cpu = Lane(torch.device("cpu"))
     pool = ThreadPoolExecutor(_THREADS)
 
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=whole(1), default=512)
     options = parser.parse_args()
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
-    found = differences(device, options.batches, options.batch_size)
+    found = differences(lane_of(device) or Lane(device), options.batches, options.batch_size)
     for line in found[:50]:
         print(line)
     slots = f"{len(NAMES)} slots of all kinds"

@@ -8,11 +8,11 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.servers import Servers
 from benchmarks.gpu.traffic import EPS, LEARNING_RATE, Case, Traffic, new_model
+from benchmarks.systems import UnavailableError
 from benchmarks.workload import Batch
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, IterableDataset
@@ -31,10 +31,6 @@ from persia.pipeline.backend import EmbeddingBackend
 __all__ = ["SYSTEMS", "UnavailableError"]
 
 Loop = Callable[[Traffic, torch.device], contextlib.AbstractContextManager[Iterator[object]]]
-
-
-class UnavailableError(Exception):
-    """The system cannot be measured here, and why."""
 
 
 class _Batches(IterableDataset):
@@ -116,19 +112,22 @@ def _on_tables(
     device: torch.device,
     look_up: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     step: Callable[[], None] = lambda: None,
+    *,
+    one_table: bool,
 ) -> Iterator[object]:
-    """The same model over `look_up(rows, offsets)`: [slots x batch, dim], slot after slot."""
-    case = traffic.case
-    model = new_model(case).to(device)
+    """The same model over `look_up(rows, offsets)`: [slots, batch, dim]."""
+    model = new_model(traffic.case).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     pinned = [
-        [_pinned(torch.from_numpy(array), device) for array in (*traffic.rows(b), b.dense, b.labels)]
-        for b in traffic.batches
+        [
+            _pinned(torch.from_numpy(array), device)
+            for array in (*traffic.rows(batch, one_table=one_table), batch.dense, batch.labels)
+        ]
+        for batch in traffic.batches
     ]
-    for batch in itertools.cycle(pinned):
-        rows, offsets, dense, labels = (tensor.to(device, non_blocking=True) for tensor in batch)
-        embeddings = list(look_up(rows, offsets).view(case.num_slots, case.batch_size, case.dim).unbind(0))
-        output = model([dense], embeddings)
+    for tensors in itertools.cycle(pinned):
+        rows, offsets, dense, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        output = model([dense], list(look_up(rows, offsets).unbind(0)))
         loss = torch.nn.functional.binary_cross_entropy_with_logits(output, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -155,11 +154,15 @@ def _torch(traffic: Traffic, device: torch.device, sparse: bool) -> Iterator[Ite
     torch.nn.init.uniform_(table.weight, -0.01, 0.01)
     optimizer = torch.optim.Adagrad(table.parameters(), lr=LEARNING_RATE, eps=EPS)
 
+    def look_up(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        pooled: torch.Tensor = table(rows, offsets)
+        return pooled.view(case.num_slots, case.batch_size, case.dim)
+
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    yield _on_tables(traffic, device, table, step)
+    yield _on_tables(traffic, device, look_up, step, one_table=True)
 
 
 @contextlib.contextmanager
@@ -203,20 +206,12 @@ def fbgemm(traffic: Traffic, device: torch.device) -> Iterator[Iterator[object]]
         device=device,
     )
     tables.init_embedding_weights_uniform(-0.01, 0.01)
-    first = np.arange(case.num_slots) * case.cardinality
 
     def look_up(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        # It numbers the rows of each table from 0, and returns [batch, slots x dim].
-        bags = offsets[:: case.batch_size]
-        starts = torch.from_numpy(first).to(device)
-        within = rows - torch.repeat_interleave(starts, bags.diff(), output_size=len(rows))
-        pooled: torch.Tensor = tables(within, offsets)
+        pooled: torch.Tensor = tables(rows, offsets)  # [batch, slots x dim]
         return pooled.view(case.batch_size, case.num_slots, case.dim).transpose(0, 1)
 
-    def contiguous(rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return look_up(rows, offsets).contiguous()
-
-    yield _on_tables(traffic, device, contiguous)
+    yield _on_tables(traffic, device, look_up, one_table=False)
 
 
 SYSTEMS: dict[str, Loop] = {

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from benchmarks.workload import Batch, Workload, make_batches
+from benchmarks.workload import Batch, Workload, make_batches, row_numbers
 from persia.models.dlrm import DLRM
 
 __all__ = ["CASES", "QUICK_CASES", "Case", "Traffic", "new_model"]
@@ -58,10 +58,12 @@ class Traffic:
         ids = np.split(batch.values.view(np.uint64), batch.lengths.sum(axis=1).cumsum()[:-1])
         return list(zip(ids, offsets, strict=True))
 
-    def rows(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """(row numbers, offsets) for one table with the rows of all slots."""
-        first = np.repeat(np.arange(self.case.num_slots), batch.lengths.sum(axis=1)) * self.case.cardinality
-        numbers = (batch.values.view(np.uint64) % np.uint64(self.case.cardinality)).astype(np.int64) + first
+    def rows(self, batch: Batch, *, one_table: bool) -> tuple[np.ndarray, np.ndarray]:
+        """(row numbers, offsets): in a table for each slot, or in one with the rows of all slots."""
+        numbers = row_numbers(batch, (self.case.cardinality,) * self.case.num_slots)
+        if one_table:
+            first_rows = np.arange(self.case.num_slots) * self.case.cardinality
+            numbers += np.repeat(first_rows, batch.lengths.sum(axis=1))
         return numbers, np.concatenate([[0], batch.lengths.ravel().cumsum()])
 
 

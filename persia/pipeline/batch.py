@@ -12,14 +12,14 @@ rows [num_rows, dim], so that autograd sums the gradient over the places a row i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from persia._native import LookupResult, SlotEmbedding
+from persia._native import LookupResult
 from persia.embedding.dense_codec import DenseSection
 from persia.errors import FailedPreconditionError
 from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
@@ -112,9 +112,8 @@ class PersiaTrainingBatch:
         self.look_up_synchronous()
         self._consume("ID type feature embeddings")
         requires_grad = self.lease is not None
-        made: EmbeddingTensors
         if self.on_device is not None:
-            made = device_tensors(self.on_device, requires_grad=requires_grad)
+            made = _embedding_tensors(self.on_device.embeddings(requires_grad=requires_grad))
         else:
             made = embedding_tensors(
                 self.result, self.deferred, device=self.device, requires_grad=requires_grad
@@ -175,20 +174,24 @@ def embedding_tensors(
     slots = result.slots
     for later in deferred:  # each has all slots, in the order of the batch's features
         slots = [new if slot.absent else slot for slot, new in zip(slots, later.slots, strict=True)]
-    made = EmbeddingTensors([], [])
-    for slot in slots:
-        # Made a leaf after the copy to the device: a leaf on the host would get its gradient there, by one
-        # more copy for each slot in the backward pass.
-        leaf = to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad)
-        made.leaves.append((slot.name, leaf))
-        made.tensors.append(_expand_raw(leaf, _index_of(slot, device)) if slot.raw else leaf)
-    return made
+    # Made leaves after the copy to the device: a leaf on the host would get its gradient there, by one more
+    # copy for each slot in the backward pass.
+    return _embedding_tensors(
+        (
+            slot.name,
+            to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad),
+            None if (index := slot.index) is None else to_device(torch.from_numpy(index), device),
+        )
+        for slot in slots
+    )
 
 
-def device_tensors(batch: DeviceBatch, *, requires_grad: bool) -> EmbeddingTensors:
-    """The same of a batch that was sent to its device."""
+def _embedding_tensors(
+    slots: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]],
+) -> EmbeddingTensors:
+    """`slots`: (name, leaf, index of a raw slot)."""
     made = EmbeddingTensors([], [])
-    for name, leaf, index in batch.embeddings(requires_grad=requires_grad):
+    for name, leaf, index in slots:
         made.leaves.append((name, leaf))
         made.tensors.append(leaf if index is None else _expand_raw(leaf, index))
     return made
@@ -200,11 +203,6 @@ def leaf_gradients(leaves: list[tuple[str, torch.Tensor]]) -> list[tuple[str, Sl
     Copies to the host wait for the device, so the arrays are final.
     """
     return [(name, None if leaf.grad is None else _to_host(leaf.grad)) for name, leaf in leaves]
-
-
-def _index_of(slot: SlotEmbedding, device: torch.device | None) -> torch.Tensor:
-    assert slot.index is not None, "a raw slot has an index"
-    return to_device(torch.from_numpy(slot.index), device)
 
 
 def _expand_raw(leaf: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.embedding.optim import Adagrad
 from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.device_batch import CudaLane
 
 pytestmark = [
     pytest.mark.gpu,
@@ -141,7 +142,7 @@ def test_ranks_over_nccl_end_with_one_model(run_job: Any) -> None:
 
 
 def test_copies_and_kernels_that_overlap_change_no_value() -> None:
-    assert check.differences(torch.device("cuda", 0), num_batches=100, batch_size=512) == []
+    assert check.differences(CudaLane(torch.device("cuda", 0)), num_batches=100, batch_size=512) == []
 
 
 class Checked(IterableDataset):

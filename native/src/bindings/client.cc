@@ -1,8 +1,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <cmath>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -52,12 +50,6 @@ struct Gradients {
   std::vector<SlotGradient> slots;
 };
 
-// What is not finite has sums that are not, by which the worker leaves the slot out.
-float Magnitude(const py::object& given) {
-  const auto magnitude = given.cast<float>();
-  return std::isfinite(magnitude) ? magnitude : std::numeric_limits<float>::max();
-}
-
 Gradients CheckedGradients(const GradientList& gradients) {
   Gradients checked;
   // No reallocation: the slots hold pointers, and names that `gradients` owns.
@@ -75,7 +67,7 @@ Gradients CheckedGradients(const GradientList& gradients) {
                              .dim = array.shape(1),
                              .rows = array.data(),
                              .summed = summed,
-                             .max_magnitude = summed ? Magnitude(rows[py::int_(1)]) : 0.0f});
+                             .max_magnitude = summed ? rows[py::int_(1)].cast<float>() : 0.0f});
   }
   return checked;
 }

@@ -132,8 +132,6 @@ void BindLookupResult(py::module_& module) {
       .def_property_readonly("absent", [](const SlotView& view) { return view.slot().absent; })
       .def_property_readonly("sample_fixed_size",
                              [](const SlotView& view) { return view.slot().sample_fixed_size; })
-      .def_property_readonly("unpooled",
-                             [](const SlotView& view) { return view.slot().unpooled >= 0; })
       .def_property_readonly("dim", [](const SlotView& view) { return view.slot().dim; })
       .def_property_readonly("num_rows", [](const SlotView& view) { return view.slot().num_rows; })
       .def_property_readonly("rows", &Rows)

@@ -257,8 +257,20 @@ def test_gradients_of_no_leaf_are_none() -> None:
     assert OutgoingGradients(Lane(CPU), [], leaves, 1.0).fetch() == [("a", None), ("b", None)]
 
 
-def test_the_check_of_devices_finds_no_difference() -> None:
-    assert differences(CPU, num_batches=3) == []
+def test_the_check_of_devices_finds_what_differs() -> None:
+    class Faulty(Lane):
+        def send(self, host: torch.Tensor) -> Any:
+            host[-1] ^= 1  # of the last label
+            return super().send(host)
+
+        def fetch(self, values: torch.Tensor) -> Any:
+            return super().fetch(values) + 1
+
+    assert differences(Lane(CPU), num_batches=3) == []
+    found = differences(Faulty(CPU), num_batches=1)
+    assert {"batch 0: dense", *(f"batch 0: gradient of {name}" for name in NAMES if name != "empty")} == {
+        line for line in found if "magnitude" not in line
+    }
 
 
 def trained_in_pairs() -> list[np.ndarray[Any, Any]]:
@@ -284,9 +296,10 @@ def trained_in_pairs() -> list[np.ndarray[Any, Any]]:
 
 def test_one_backward_serves_two_batches(on_device: Callable[[], list[int]]) -> None:
     expected = trained_in_pairs()
-    assert not on_device()
+    sent = on_device()
     for ours, theirs in zip(trained_in_pairs(), expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    assert len(sent) == STEPS + 1
 
 
 @pytest.fixture
