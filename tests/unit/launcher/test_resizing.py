@@ -71,6 +71,10 @@ class Job:
         self.all[spec.name] = Process(spec)
         return self.all[spec.name]
 
+    def kill(self, names: list[str]) -> None:
+        for name in names:
+            self.all[name].send_signal(signal.SIGKILL)
+
     def request(self, subject: str, payload: bytes, _timeout_s: float) -> bytes:
         step, server = ResizeRequest.decode(payload).step, subject.partition(".resize.")[2]
         self.asked.append((step, server))
