@@ -175,9 +175,7 @@ class LocalCluster:
 
         The processes have other names then, such as "embedding-parameter-server-0-of-3".
         """
-        state = self._resizer.resize(parameter_servers)
-        self._num_replicas[EMBEDDING_PARAMETER_SERVER] = parameter_servers
-        return state
+        return self._resizer.resize(parameter_servers)
 
     def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
         """Waits until `process` has ended and returns its exit code.

@@ -49,14 +49,16 @@ def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None
                 f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
                 "starts and ends the servers of a job"
             ) from None
-        shown = ""
+        asked, shown = (state.before, state.after), ""
         for _ in Attempts(float("inf"), pause_s=0.2):
-            if state.step != shown and not state.is_over:
-                click.echo(f"{state.step} ...", err=True)
-                shown = state.step
             if state.is_over:
                 break
+            if state.step != shown:
+                click.echo(f"{state.step} ...", err=True)
+                shown = state.step
             state = ask(0)
+            if (state.before, state.after) != asked:
+                raise UnavailableError("it is over, and another change has begun: see the output of the job")
     if state.failure:
         click.secho(f"{state.outcome}: {state.failure}", fg="red", err=True)
         sys.exit(1)

@@ -29,7 +29,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.launcher.process_specs import STANDBY, ProcessSpecs
-from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor
+from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor, terminate
 from persia.messaging.interface import Registration
 from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
 from persia.messaging.session import NatsSession
@@ -85,12 +85,8 @@ class Resizer:
         session: NatsSession,
         specs: ProcessSpecs,
         num_servers: int,
-        *,
-        processors: int = _PERCENT,
     ) -> None:
-        """`processors`: what the copy may take of them, in percent."""
         self._supervisor, self._session, self._specs = supervisor, session, specs
-        self._percent = processors
         self._lock = threading.Lock()  # one change at a time
         # Generations are never used twice: who watches the job for longer ignores those below the highest.
         self._num_servers, self._generation, self._last_generation = num_servers, 0, 0
@@ -211,7 +207,7 @@ class Resizer:
             self._start_new(generation, num_servers, processes)
             targets = self._await_new(new, processes)
             begin = time.monotonic()
-            percent = max(1, self._percent // len(old))
+            percent = max(1, _PERCENT // len(old))
             self._ask_all(old, Step.COPY, targets=targets, percent=percent)
             self._await_copies(old, processes)
             copied = time.monotonic()
@@ -231,7 +227,7 @@ class Resizer:
             self._kill(processes)
             raise
         finally:
-            self._end([process for process in self._supervisor.processes if process.name in before])
+            terminate([process for process in self._supervisor.processes if process.name in before], _END_S)
 
     def _commit(self, generation: int, processes: Sequence[ManagedProcess]) -> list[str]:
         """From here on the new servers have the rows, whatever happens. Returns the names of the old ones."""
@@ -264,15 +260,17 @@ class Resizer:
     def _await_new(
         self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]
     ) -> tuple[tuple[str, str], ...]:
-        for _ in self._attempts(processes, lambda: "new parameter servers"):
+        for _ in self._attempts("new parameter servers"):
+            self._check_continues(processes)
             with contextlib.suppress(UnavailableError, DeadlineExceededError):
                 reports = self._ask_all(new, Step.WHO, timeout_s=1.0)
                 return tuple((report.address, report.incarnation) for report in reports)
         raise DeadlineExceededError("new parameter servers did not start within PERSIA_DEADLINE_SEC")
 
     def _await_copies(self, old: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
-        attempts = self._attempts(processes, lambda: "short rounds of changes")
+        attempts = self._attempts("short rounds of changes")
         for _ in attempts:
+            self._check_continues(processes)
             reports = self._ask_all(old, Step.WHO)
             self._count(reports)
             if failures := [report.failure for report in reports if report.failure]:
@@ -292,15 +290,22 @@ class Resizer:
         )
 
     def _serve(self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
-        for _ in self._attempts(processes, lambda: "new parameter servers to answer"):
+        for _ in self._attempts("new parameter servers to answer"):
+            self._check_continues(processes)
             with contextlib.suppress(UnavailableError, DeadlineExceededError):
                 self._ask_all(new, Step.SERVE)
                 return
         raise DeadlineExceededError("new parameter servers have their rows, and do not answer")
 
-    def _attempts(self, processes: Sequence[ManagedProcess], waiting_for: Callable[[], str]) -> Attempts:
-        """Of polling; ended by a cancellation, and by the end of a new process."""
-        return _Watched(self._is_cancelled, processes, waiting_for)
+    def _attempts(self, waiting_for: str, longest_pause_s: float = 0.0) -> Attempts:
+        return Attempts(
+            env.get_deadline_s(), longest_pause_s=longest_pause_s, waiting_for=lambda: waiting_for
+        )
+
+    def _check_continues(self, processes: Sequence[ManagedProcess]) -> None:
+        if self._is_cancelled.is_set():
+            raise UnavailableError("the job is being started again")
+        _check_running(processes)
 
     def _count(self, reports: Sequence[ResizeReport]) -> None:
         self._note(
@@ -320,7 +325,7 @@ class Resizer:
         refuse checkpoints and further changes, as long as it lives.
         """
         waiting = f"parameter server {index} to forget the change of their number"
-        for _ in Attempts(env.get_deadline_s(), longest_pause_s=2.0, waiting_for=lambda: waiting):
+        for _ in self._attempts(waiting, longest_pause_s=2.0):
             if self.is_closed or self._process(index).exit_code is not None:
                 return
             with contextlib.suppress(PersiaError):
@@ -333,18 +338,7 @@ class Resizer:
         return next(one for one in self._supervisor.processes if one.name == self._names[index])
 
     def _kill(self, processes: Sequence[ManagedProcess]) -> None:
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-        for process in processes:
-            process.wait(_END_S)
-
-    def _end(self, processes: Sequence[ManagedProcess]) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in processes:
-                process.send_signal(number)
-            end = time.monotonic() + _END_S
-            for process in processes:
-                process.wait(max(0.0, end - time.monotonic()))
+        self._supervisor.kill([process.name for process in processes])
 
     def _ask_all(
         self, servers: Sequence[tuple[int, int]], step: Step, timeout_s: float = _ANSWER_S, **more: object
@@ -360,26 +354,6 @@ class Resizer:
         request = ResizeRequest(step=step, **more)  # type: ignore[arg-type]
         subject = self._session.subjects.resize(*server)
         return ResizeReport.decode(self._session.request(subject, request.encode(), timeout_s))
-
-
-class _Watched(Attempts):
-    """Attempts of PERSIA_DEADLINE_SEC."""
-
-    def __init__(
-        self,
-        is_cancelled: threading.Event,
-        processes: Sequence[ManagedProcess],
-        waiting_for: Callable[[], str],
-    ) -> None:
-        super().__init__(env.get_deadline_s(), waiting_for=waiting_for)
-        self._is_cancelled, self._processes = is_cancelled, processes
-
-    def __iter__(self) -> Iterator[float]:
-        for pause_s in super().__iter__():
-            if self._is_cancelled.is_set():
-                raise UnavailableError("the job is being started again")
-            _check_running(self._processes)
-            yield pause_s
 
 
 def _check_running(processes: Sequence[ManagedProcess]) -> None:

@@ -213,7 +213,7 @@ class Supervisor:
         """
         # Workers return gradients to servers and both use NATS, so the stages end in this order.
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
-            _terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
+            terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
         self._stop_watchdog()
 
     def _stop_watchdog(self) -> None:
@@ -240,7 +240,8 @@ def _program_of(spec: ProcessSpec) -> str:
     return program
 
 
-def _terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:
+def terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:
+    """Ends them together. What is left after `grace_s` is killed."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s

@@ -123,19 +123,24 @@ class Launched:
         raise AssertionError("".join(self.lines))
 
     def await_end(self) -> int:
-        with contextlib.suppress(AssertionError):
-            self.await_line("$^")
+        assert self._process.stdout is not None
+        self.lines += self._process.stdout
         return self._process.wait()
 
-    def resize(self, number: int) -> subprocess.Popen[str]:
+    @contextlib.contextmanager
+    def resize(self, number: int) -> Iterator[subprocess.Popen[str]]:
         command = (sys.executable, "-m", "persia.launcher", "resize", "--parameter-servers", str(number))
-        return subprocess.Popen(
+        with subprocess.Popen(
             command,
             env={**os.environ, **self._env},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-        )
+        ) as process:
+            try:
+                yield process
+            finally:
+                process.kill()  # if the test has failed: it would wait for the job
 
     def signal_loaders(self, number: signal.Signals) -> None:
         """Stopped, they leave batches for what follows, however slow the machine is."""
@@ -162,18 +167,18 @@ def test_a_job_of_the_launcher_rolls_back_with_the_servers_that_it_has(tmp_path:
         job.await_line("dumped .*step-000000000050 ")
         job.signal_loaders(signal.SIGSTOP)
         # An old server dies in the middle: the job returns to its checkpoint, with two servers.
-        resizing = job.resize(3)
-        job.signal_server(signal.SIGSTOP, 2, 3)  # the change waits for it
-        job.signal_server(signal.SIGKILL, 0, 2)
-        output, _ = resizing.communicate()
+        with job.resize(3) as resizing:
+            job.signal_server(signal.SIGSTOP, 2, 3)  # the change waits for it
+            job.signal_server(signal.SIGKILL, 0, 2)
+            output, _ = resizing.communicate()
         assert resizing.returncode == 1, output
         assert "still 2 parameter servers" in output
         job.await_line("dumped .*step-000000000100 ")
         job.signal_loaders(signal.SIGSTOP)
-        resizing = job.resize(3)
-        job.await_line("2 were replaced by 3")
-        job.signal_loaders(signal.SIGCONT)
-        output, _ = resizing.communicate()
+        with job.resize(3) as resizing:
+            job.await_line("2 were replaced by 3")
+            job.signal_loaders(signal.SIGCONT)
+            output, _ = resizing.communicate()
         assert resizing.returncode == 0, output
         # A server of the three dies: the job returns to its checkpoint, with three.
         job.signal_server(signal.SIGKILL, 0, 3)

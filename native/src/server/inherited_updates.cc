@@ -14,7 +14,6 @@ constexpr uint64_t kKeptReferences = UpdateDeduplicator::Limits{}.keys_per_worke
 }  // namespace
 
 void InheritedUpdates::Add(std::span<const AppliedPart> parts) {
-  const std::lock_guard lock(mutex_);
   for (const AppliedPart& part : parts) {
     places_[Id(part.key)].insert({part.index, std::max(part.num_servers, 1u)});
   }

@@ -5,12 +5,11 @@
 // of the server that has applied it: the signs that this server had are left out when the update is
 // repeated.
 //
-// Filled by several threads, before the server answers; constant from then on.
+// Filled before the server answers, by one thread at a time; constant from then on.
 #pragma once
 
 #include <cstdint>
 #include <map>
-#include <mutex>
 #include <set>
 #include <span>
 #include <utility>
@@ -53,7 +52,6 @@ class InheritedUpdates {
 
   static Key Id(const BatchKey& key) { return {key.worker_incarnation, key.reference}; }
 
-  std::mutex mutex_;  // of Add()
   std::map<Key, std::set<Place>> places_;
 };
 

@@ -44,7 +44,8 @@ class RowTransfer::Lane {
       : options_(options), incarnation_(target.incarnation), channel_({.peer = "a new server"}) {
     channel_.SetAddress(target.address);
   }
-  ~Lane() { channel_.Close(); }
+  // What is under way, and what follows, fails.
+  void Close() { channel_.Close(); }
 
   void Begin(const TrainConfig& config, size_t max_gathered_bytes) {
     piece_.clear();
@@ -119,6 +120,8 @@ RowTransfer::~RowTransfer() {
     is_stopping_ = true;
     stops_.notify_all();
   }
+  // First: who gives the transfer up has ended the new servers, and the thread would wait for them.
+  for (const auto& lane : lanes_) lane->Close();
   if (thread_.joinable()) thread_.join();
   lanes_.clear();
   static_cast<void>(store_.TrackChanges(0));

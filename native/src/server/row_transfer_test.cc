@@ -97,7 +97,8 @@ class Fleet {
     return true;
   }
   Status BeginTransfer(const Fleet& next) {
-    RowTransfer::Options options{.deadline = std::chrono::minutes(2)};
+    // Far above that of a test: none may wait for it.
+    RowTransfer::Options options{.deadline = std::chrono::hours(1)};
     for (uint32_t i = 0; i < next.size(); ++i) {
       options.targets.push_back({next.addresses[i], next.servers[i]->incarnation()});
     }
@@ -275,6 +276,20 @@ TEST(RowTransferTest, TheOldServersAnswerAgainWhereTheNewOnesAreGivenUp) {
   for (const auto& server : before.servers) server->Resume();
   for (uint64_t step = 21; step <= 40; ++step) ASSERT_TRUE(before.Train(step));
   EXPECT_EQ(before.Rows(), Expected(40));
+}
+
+TEST(RowTransferTest, GivingUpWaitsForNoServerThatHasEnded) {
+  Fleet before(1), next(1, 1);
+  before.Configure();
+  ASSERT_TRUE(before.BeginTransfer(next).ok());
+  before.AwaitFollowing();
+  next.servers.clear();
+  ASSERT_TRUE(before.Train(1));
+  while (before.servers[0]->transfer_progress()->num_rows == 0) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  before.servers[0]->Resume();
+  EXPECT_TRUE(before.Train(2));
 }
 
 TEST(RowTransferTest, RefusesWhatCountsOrClocksDecideAndClearedRows) {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from persia.errors import (
     DeadlineExceededError,
@@ -18,6 +20,7 @@ from persia.errors import (
     PersiaError,
     UnavailableError,
 )
+from persia.launcher import resize
 from persia.launcher.process_specs import ProcessSpecs
 from persia.launcher.resizing import ResizeQuestion, Resizer, ResizeService, ResizeState
 from persia.launcher.supervisor import ProcessSpec
@@ -70,6 +73,10 @@ class Job:
     def start(self, spec: ProcessSpec) -> Process:
         self.all[spec.name] = Process(spec)
         return self.all[spec.name]
+
+    def kill(self, names: list[str]) -> None:
+        for name in names:
+            self.all[name].send_signal(signal.SIGKILL)
 
     def request(self, subject: str, payload: bytes, _timeout_s: float) -> bytes:
         step, server = ResizeRequest.decode(payload).step, subject.partition(".resize.")[2]
@@ -281,3 +288,36 @@ def test_a_question_cannot_ask_for_more_servers_than_a_job_can_have() -> None:
     payload = ResizeQuestion(parameter_servers=2).encode().replace(b"2", b"65537")
     with pytest.raises(PersiaError, match="parameter_servers"):
         ResizeQuestion.decode(payload)
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (ResizeState(before=2, after=3, step="done", is_over=True), "3 parameter servers instead of 2"),
+        (
+            ResizeState(before=2, after=3, step="copy", is_over=True, failure="lost"),
+            "still 2 parameter servers: lost",
+        ),
+        # Another command has been quick.
+        (ResizeState(before=3, after=4, step="done", is_over=True), "another change has begun"),
+    ],
+)
+def test_a_command_says_what_became_of_its_own_change(
+    monkeypatch: pytest.MonkeyPatch, last: ResizeState, said: str
+) -> None:
+    states = [ResizeState(before=2, after=3, step="copy"), last]
+
+    class Session:
+        subjects = Subjects("job")
+
+        def request(self, _subject: str, _payload: bytes, _timeout_s: float) -> bytes:
+            return states.pop(0).encode()
+
+    @contextlib.contextmanager
+    def session(*_: object, **__: object) -> Iterator[Session]:
+        yield Session()
+
+    monkeypatch.setattr(resize, "job_session", session)
+    result = CliRunner().invoke(resize.command, ["--parameter-servers", "3", "--nats-url", "nats://host"])
+    assert said in result.output + str(result.exception), result
+    assert (result.exit_code == 0) == (last.failure == "" and last.after == 3)
