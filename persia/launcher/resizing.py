@@ -29,6 +29,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.launcher.process_specs import STANDBY, ProcessSpecs
+from persia.launcher.restarts import how_it_ended
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor, terminate
 from persia.messaging.interface import Registration
 from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
@@ -359,7 +360,8 @@ class Resizer:
 def _check_running(processes: Sequence[ManagedProcess]) -> None:
     for process in processes:
         if process.exit_code is not None:
-            raise UnavailableError(f"{process.name} has ended:\n{process.output[-2000:]}")
+            written = process.output[-2000:]
+            raise UnavailableError(f"{process.name} {how_it_ended(process)}\n{written}".rstrip())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -238,6 +238,10 @@ Status ParameterServer::BeginTransfer(const RowTransfer::Options& transfer) {
 Status ParameterServer::HandOver() {
   const std::lock_guard lock(transfer_mutex_);
   if (transfer_ == nullptr) return FailedPrecondition("it sends its rows to no other server");
+  // The config of a second time would begin the rows of the new servers anew.
+  if (refusal_ == Refusal::kHandedOver) {
+    return FailedPrecondition("it has handed its rows over already");
+  }
   PERSIA_RETURN_IF_ERROR(transfer_->StopFollowing());
   refusal_ = Refusal::kHandedOver;
   {
