@@ -35,7 +35,7 @@ class Process:
         self.number = kernel.library.process(host)
         self.is_dead = self.is_frozen = False
         self.exit: BaseException | int | None = None  # how it has ended, if not by a kill
-        self.threads: set[Thread] = set()
+        self.threads: dict[Thread, None] = {}  # in an order that follows from the seed
         self.inbox: list[Callable[[], None]] = []  # what has happened while it is frozen
         self.on_killed: list[Callable[[], None]] = []
         kernel.processes.append(self)
@@ -127,7 +127,7 @@ class Thread:
         self.result: BaseException | None = None
 
     def start(self) -> None:
-        self.process.threads.add(self)
+        self.process.threads[self] = None
         self.kernel.at(self.kernel.now, self._begin, self.process)
 
     def _begin(self) -> None:
@@ -143,7 +143,7 @@ class Thread:
         except BaseException as error:
             self.kernel.fail(f"a thread of {self.process.name} has ended with {error!r}", error)
         self._has_ended = True
-        self.process.threads.discard(self)
+        self.process.threads.pop(self, None)
         for waiting in self._ended:
             waiting.wake()
 

@@ -63,7 +63,7 @@ void Wire::Connect(int process, const std::string& address, OnConnected done) {
     connection->ends[0].process = process;
     connection->ends[1].process = found->second.process;
     connection->server = found->second.server;
-    connections_.insert(connection);
+    connections_.push_back(connection);
     finish(connection, "");
   };
   world.At(begin + Latency(), *attempt);
@@ -105,7 +105,7 @@ void Wire::Arrive(const ConnectionPtr& connection, int from, Time sent_at,
 void Wire::Break(const ConnectionPtr& connection, int from) {
   if (!connection->is_open) return;
   connection->is_open = false;
-  connections_.erase(connection);
+  std::erase(connections_, connection);
   World& world = World::Get();
   for (int end = 0; end < 2; ++end) {
     auto told = std::exchange(connection->ends[end].on_broken, nullptr);
@@ -119,7 +119,7 @@ void Wire::Break(const ConnectionPtr& connection, int from) {
 
 void Wire::OnKilled(int process) {
   std::erase_if(listeners, [&](const auto& entry) { return entry.second.process == process; });
-  const std::set<ConnectionPtr> connections = connections_;
+  const std::vector<ConnectionPtr> connections = connections_;
   for (const ConnectionPtr& connection : connections) {
     for (int end = 0; end < 2; ++end) {
       if (connection->ends[end].process == process) Break(connection, end);
@@ -129,7 +129,7 @@ void Wire::OnKilled(int process) {
 
 void Wire::OnStopped(const net::Server* server) {
   std::erase_if(listeners, [&](const auto& entry) { return entry.second.server == server; });
-  const std::set<ConnectionPtr> connections = connections_;
+  const std::vector<ConnectionPtr> connections = connections_;
   for (const ConnectionPtr& connection : connections) {
     if (connection->server == server) Break(connection, 1);
   }

@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "world.h"
 
@@ -83,7 +84,7 @@ class Wire {
               std::function<void()> arrive);
 
   std::set<std::pair<int, int>> cuts_;
-  std::set<ConnectionPtr> connections_;
+  std::vector<ConnectionPtr> connections_;  // in an order that follows from the seed, as addresses do not
   std::map<int, std::vector<uint64_t>> answered_;  // incarnations by index, the last one answers
 };
 
