@@ -80,11 +80,12 @@ class Wire {
   std::string violation;
 
  private:
+  void Reach(int process, const std::string& address, Time begin, const OnConnected& done);
   void Arrive(const ConnectionPtr& connection, int from, Time sent_at,
               std::function<void()> arrive);
 
   std::set<std::pair<int, int>> cuts_;
-  std::vector<ConnectionPtr> connections_;  // in an order that follows from the seed, as addresses do not
+  std::vector<ConnectionPtr> connections_;         // not by address, which no seed decides
   std::map<int, std::vector<uint64_t>> answered_;  // incarnations by index, the last one answers
 };
 
