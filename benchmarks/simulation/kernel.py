@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from benchmarks.simulation.library import Library, error_of
+from persia.errors import InternalError, PersiaError
 
 _SECOND = 1_000_000_000
 NEVER = 1 << 62
@@ -34,7 +35,6 @@ class Process:
         self.kernel, self.name, self.host = kernel, name, host
         self.number = kernel.library.process(host)
         self.is_dead = self.is_frozen = False
-        self.exit: BaseException | int | None = None  # how it has ended, if not by a kill
         self.threads: dict[Thread, None] = {}  # in an order that follows from the seed
         self.inbox: list[Callable[[], None]] = []  # what has happened while it is frozen
         self.on_killed: list[Callable[[], None]] = []
@@ -45,19 +45,15 @@ class Process:
         return f"host{self.host}"
 
     def start(self, main: Callable[[], object]) -> None:
-        """Runs `main` as its main thread; the process ends with it."""
+        """Runs `main` as its main thread; the process ends with it. An error of a bug fails the seed."""
 
         def run() -> None:
             try:
                 main()
-                self.exit = 0
-            except Killed:
-                raise
-            except BaseException as error:
-                self.exit = error
+            except PersiaError as error:
+                if isinstance(error, InternalError):
+                    raise
                 self.kernel.log("%s ends: %r", self.name, error)
-                if self.kernel.trace:
-                    traceback.print_exception(error)
             self.kill()
 
         self.kernel.spawn(self, run)
@@ -124,7 +120,6 @@ class Thread:
         self._timed_out = False
         self._ended: list[Thread] = []
         self._has_ended = False
-        self.result: BaseException | None = None
 
     def start(self) -> None:
         self.process.threads[self] = None
@@ -249,6 +244,8 @@ class Kernel:
         if not self.failure:
             self.failure = failure
             self.log("FAILED: %s", failure)
+            if self.trace and error is not None:
+                traceback.print_exception(error)
 
     def this_thread(self) -> Thread:
         assert self.thread is not None, "the kernel itself does not wait"
