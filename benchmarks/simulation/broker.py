@@ -166,6 +166,22 @@ class Session:
         else:
             self._outbox.append(send)
 
+    def _ask(
+        self, subject: str, payload: bytes, take: Callable[[Any], None], no_listener: PersiaError | None
+    ) -> None:
+        """`take` gets the answers of all who listen, or `no_listener`."""
+
+        def at_broker() -> None:
+            listeners = self.broker.listeners(subject)
+            if not listeners:
+                self._travel(1, lambda: take(no_listener))
+            for listener in listeners:
+                listener.session._deliver(
+                    listener, payload, lambda answer: self._travel(1, lambda: take(answer))
+                )
+
+        self._send(at_broker)
+
     # ---- Session
 
     def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
@@ -180,18 +196,9 @@ class Session:
             error.is_lost = True
             take(error)
 
-        def at_broker() -> None:
-            listeners = self.broker.listeners(subject)
-            if not listeners:
-                error = UnavailableError(f"no listener on {subject}")
-                error.has_no_listener = True
-                self._travel(1, lambda: take(error))
-            for listener in listeners:
-                listener.session._deliver(
-                    listener, payload, lambda answer: self._travel(1, lambda: take(answer))
-                )
-
-        self._send(at_broker)
+        no_listener = UnavailableError(f"no listener on {subject}")
+        no_listener.has_no_listener = True
+        self._ask(subject, payload, take, no_listener)
         if self.is_connected:
             self._waiting[lost] = None
         until = self.kernel.after(timeout_s)
@@ -226,16 +233,7 @@ class Session:
             if is_done:
                 thread.wake()
 
-        def at_broker() -> None:
-            listeners = self.broker.listeners(subject)
-            if not listeners:
-                self._travel(1, lambda: take(None))
-            for listener in listeners:
-                listener.session._deliver(
-                    listener, payload, lambda answer: self._travel(1, lambda: take(answer))
-                )
-
-        self._send(at_broker)
+        self._ask(subject, payload, take, None)
         until = self.kernel.after(window_s)
         while not is_done and self.kernel.now < until:
             thread.wait(until)

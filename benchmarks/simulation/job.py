@@ -34,7 +34,7 @@ from persia.pipeline import backend, failover, loader_watch, queues, receive, se
 from persia.pipeline.position import DataPosition
 from persia.pipeline.receive import StreamReceiver
 from persia.pipeline.send import BatchSender, RegisterBatchHandler
-from persia.roles import replica, standby
+from persia.roles import embedding_worker, replica, standby
 from persia.roles.embedding_worker import ServerLinks
 from persia.roles.replica import Replica, config_hash, starts_as_standby
 from persia.roles.standby import Pair
@@ -76,14 +76,10 @@ class _Sockets:
 class _Exit:
     """In place of the module os."""
 
-    EX_TEMPFAIL = os.EX_TEMPFAIL
-
     @staticmethod
     def _exit(code: int) -> None:
-        process = Kernel.current.process
-        process.exit = code
         Kernel.current.log("ends with exit code %d", code)
-        process.kill()
+        Kernel.current.process.kill()
         raise Killed
 
 
@@ -126,6 +122,7 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         loader_watch: {"time": Clock},
         receive: both,
         send: {"time": Clock, "random": kernel.random},
+        embedding_worker: {"threading": Threading},
         replica: {**both, "socket": _Sockets},
         standby: {
             **both,

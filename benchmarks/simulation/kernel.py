@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from benchmarks.simulation.library import Library, error_of
+from persia.errors import InternalError, PersiaError
 
 _SECOND = 1_000_000_000
 NEVER = 1 << 62
@@ -34,8 +35,7 @@ class Process:
         self.kernel, self.name, self.host = kernel, name, host
         self.number = kernel.library.process(host)
         self.is_dead = self.is_frozen = False
-        self.exit: BaseException | int | None = None  # how it has ended, if not by a kill
-        self.threads: set[Thread] = set()
+        self.threads: dict[Thread, None] = {}  # in an order that follows from the seed
         self.inbox: list[Callable[[], None]] = []  # what has happened while it is frozen
         self.on_killed: list[Callable[[], None]] = []
         kernel.processes.append(self)
@@ -45,19 +45,15 @@ class Process:
         return f"host{self.host}"
 
     def start(self, main: Callable[[], object]) -> None:
-        """Runs `main` as its main thread; the process ends with it."""
+        """Runs `main` as its main thread; the process ends with it. An error of a bug fails the seed."""
 
         def run() -> None:
             try:
                 main()
-                self.exit = 0
-            except Killed:
-                raise
-            except BaseException as error:
-                self.exit = error
+            except PersiaError as error:
+                if isinstance(error, InternalError):
+                    raise
                 self.kernel.log("%s ends: %r", self.name, error)
-                if self.kernel.trace:
-                    traceback.print_exception(error)
             self.kill()
 
         self.kernel.spawn(self, run)
@@ -124,10 +120,9 @@ class Thread:
         self._timed_out = False
         self._ended: list[Thread] = []
         self._has_ended = False
-        self.result: BaseException | None = None
 
     def start(self) -> None:
-        self.process.threads.add(self)
+        self.process.threads[self] = None
         self.kernel.at(self.kernel.now, self._begin, self.process)
 
     def _begin(self) -> None:
@@ -143,7 +138,7 @@ class Thread:
         except BaseException as error:
             self.kernel.fail(f"a thread of {self.process.name} has ended with {error!r}", error)
         self._has_ended = True
-        self.process.threads.discard(self)
+        self.process.threads.pop(self, None)
         for waiting in self._ended:
             waiting.wake()
 
@@ -249,6 +244,8 @@ class Kernel:
         if not self.failure:
             self.failure = failure
             self.log("FAILED: %s", failure)
+            if self.trace and error is not None:
+                traceback.print_exception(error)
 
     def this_thread(self) -> Thread:
         assert self.thread is not None, "the kernel itself does not wait"

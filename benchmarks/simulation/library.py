@@ -36,7 +36,6 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cut": (None, [_I32, _I32, _I32]),
     "is_cut": (_I32, [_I32, _I32]),
     "listens": (_I32, [_S]),
-    "owner": (_I32, [_S]),
     "weather": (None, [_I64, _D, _D]),
     "violation": (_S, []),
     "server": (_P, [_I32, _U32, _U32, _I64, _I32]),

@@ -10,7 +10,7 @@ from benchmarks.simulation.job import Job, simulated
 from benchmarks.simulation.kernel import Kernel
 from benchmarks.simulation.library import Library
 
-# In virtual seconds: when faults end, when the job must have ended, and how long it may take to settle.
+# Virtual seconds: when faults end, when the job must have trained all, and until there are two copies again.
 _FAULTS_END_S = 40.0
 _LIMIT_S = 240.0
 _SETTLED_S = 60.0

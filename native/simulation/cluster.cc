@@ -138,7 +138,6 @@ API void sim_reset(uint64_t seed) {
 
 API int64_t sim_now() { return World::Get().now(); }
 API void sim_advance(int64_t time) { World::Get().AdvanceTo(time); }
-API uint64_t sim_random() { return World::Get().Random(); }
 
 // Runs until a call has ended or nothing happens before `limit`; returns how many have ended.
 API int64_t sim_run(int64_t limit) {
@@ -170,10 +169,6 @@ API void sim_cut(int32_t host, int32_t other, int32_t is_cut) {
 }
 API int32_t sim_is_cut(int32_t process, int32_t other) { return Wire::Get().IsCut(process, other); }
 API int32_t sim_listens(const char* address) { return Wire::Get().listeners.contains(address); }
-API int32_t sim_owner(const char* address) {
-  const auto found = Wire::Get().listeners.find(address);
-  return found == Wire::Get().listeners.end() ? -1 : found->second.process;
-}
 API void sim_weather(int64_t max_latency, double spikes, double breaks) {
   Weather& weather = Wire::Get().weather;
   weather.max_latency = max_latency;

@@ -44,29 +44,32 @@ Time Wire::Latency() {
 void Wire::Connect(int process, const std::string& address, OnConnected done) {
   World& world = World::Get();
   const Time begin = world.now();
-  // The system of the other host answers, also for a process that is frozen.
-  auto attempt = std::make_shared<std::function<void()>>();
-  *attempt = [this, &world, process, address, done, begin, attempt] {
-    const auto finish = [&, attempt = attempt](ConnectionPtr connection,
-                                               const std::string& refusal) {
-      world.AtProcess(process, world.now() + Latency(),
-                      [done, connection, refusal] { done(connection, refusal); });
-      world.At(world.now(), [attempt] { *attempt = nullptr; });
-    };
-    const auto found = listeners.find(address);
-    if (found != listeners.end() && IsCut(process, found->second.process)) {
-      if (world.now() - begin > kSilence) return finish(nullptr, "no answer");
-      return world.At(world.now() + kRepeat, *attempt);
-    }
-    if (found == listeners.end()) return finish(nullptr, "connection refused");
-    auto connection = std::make_shared<Connection>();
-    connection->ends[0].process = process;
-    connection->ends[1].process = found->second.process;
-    connection->server = found->second.server;
-    connections_.insert(connection);
-    finish(connection, "");
+  world.At(begin + Latency(), [this, process, address, begin, done = std::move(done)] {
+    Reach(process, address, begin, done);
+  });
+}
+
+// The system of the other host answers, also for a process that is frozen.
+void Wire::Reach(int process, const std::string& address, Time begin, const OnConnected& done) {
+  World& world = World::Get();
+  const auto finish = [&](ConnectionPtr connection, const std::string& refusal) {
+    world.AtProcess(process, world.now() + Latency(),
+                    [done, connection, refusal] { done(connection, refusal); });
   };
-  world.At(begin + Latency(), *attempt);
+  const auto found = listeners.find(address);
+  if (found == listeners.end()) return finish(nullptr, "connection refused");
+  if (IsCut(process, found->second.process)) {
+    if (world.now() - begin > kSilence) return finish(nullptr, "no answer");
+    return world.At(world.now() + kRepeat, [this, process, address, begin, done] {
+      Reach(process, address, begin, done);
+    });
+  }
+  auto connection = std::make_shared<Connection>();
+  connection->ends[0].process = process;
+  connection->ends[1].process = found->second.process;
+  connection->server = found->second.server;
+  connections_.push_back(connection);
+  finish(connection, "");
 }
 
 void Wire::Send(const ConnectionPtr& connection, int from, std::function<void()> arrive) {
@@ -105,7 +108,7 @@ void Wire::Arrive(const ConnectionPtr& connection, int from, Time sent_at,
 void Wire::Break(const ConnectionPtr& connection, int from) {
   if (!connection->is_open) return;
   connection->is_open = false;
-  connections_.erase(connection);
+  std::erase(connections_, connection);
   World& world = World::Get();
   for (int end = 0; end < 2; ++end) {
     auto told = std::exchange(connection->ends[end].on_broken, nullptr);
@@ -119,7 +122,7 @@ void Wire::Break(const ConnectionPtr& connection, int from) {
 
 void Wire::OnKilled(int process) {
   std::erase_if(listeners, [&](const auto& entry) { return entry.second.process == process; });
-  const std::set<ConnectionPtr> connections = connections_;
+  const std::vector<ConnectionPtr> connections = connections_;
   for (const ConnectionPtr& connection : connections) {
     for (int end = 0; end < 2; ++end) {
       if (connection->ends[end].process == process) Break(connection, end);
@@ -129,7 +132,7 @@ void Wire::OnKilled(int process) {
 
 void Wire::OnStopped(const net::Server* server) {
   std::erase_if(listeners, [&](const auto& entry) { return entry.second.server == server; });
-  const std::set<ConnectionPtr> connections = connections_;
+  const std::vector<ConnectionPtr> connections = connections_;
   for (const ConnectionPtr& connection : connections) {
     if (connection->server == server) Break(connection, 1);
   }

@@ -13,6 +13,7 @@
 #include <set>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "world.h"
 
@@ -79,11 +80,12 @@ class Wire {
   std::string violation;
 
  private:
+  void Reach(int process, const std::string& address, Time begin, const OnConnected& done);
   void Arrive(const ConnectionPtr& connection, int from, Time sent_at,
               std::function<void()> arrive);
 
   std::set<std::pair<int, int>> cuts_;
-  std::set<ConnectionPtr> connections_;
+  std::vector<ConnectionPtr> connections_;         // not by address, which no seed decides
   std::map<int, std::vector<uint64_t>> answered_;  // incarnations by index, the last one answers
 };
 

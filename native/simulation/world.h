@@ -13,10 +13,7 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <queue>
 #include <random>
-#include <set>
-#include <string>
 #include <utility>
 #include <vector>
 

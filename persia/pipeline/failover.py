@@ -146,7 +146,10 @@ class AbandonedBatches:
 
     def _run(self, first: BatchReference) -> None:
         while not self._closed.wait(self._pause_s):
-            is_gone = self._is_gone(first)
+            try:
+                is_gone = self._is_gone(first)
+            except PersiaError:  # the broker is away: the next try
+                continue
             if is_gone is True:
                 continue
             with self._lock:

@@ -15,13 +15,19 @@ import pytest
 
 from persia import _native
 from persia._native import BatchReference
-from persia.errors import InternalError, InvalidArgumentError, NotFoundError, UnavailableError
+from persia.errors import (
+    InternalError,
+    InvalidArgumentError,
+    NotFoundError,
+    PersiaError,
+    UnavailableError,
+)
 from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline import backend as backend_module
 from persia.pipeline.backend import ClusterBackend
-from persia.pipeline.failover import CallMonitor, HeldBatches, SlowCalls, is_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, SlowCalls, is_down
 from persia.pipeline.send import BatchSender
 from persia.waiting import Attempts
 
@@ -300,6 +306,24 @@ def test_batches_of_a_worker_that_was_replaced_are_forgotten(backend: ClusterBac
         if not backend._abandoned._batches:
             return
     raise AssertionError(backend._abandoned._batches)
+
+
+def test_a_failed_look_for_a_worker_leaves_its_batches_to_the_next_one() -> None:
+    looks: list[bool | PersiaError] = [UnavailableError("the broker is away"), True, False]
+    released: list[BatchReference] = []
+
+    def is_gone(_reference: BatchReference) -> bool:
+        look = looks.pop(0)
+        if isinstance(look, PersiaError):
+            raise look
+        return look
+
+    batches = AbandonedBatches(is_gone, released.append, pause_s=0.01)
+    batches.add(FIRST)
+    for _ in Attempts(60.0):
+        if not batches._batches:
+            break
+    assert released == [FIRST]
 
 
 def test_a_call_is_repeated_at_a_worker_that_was_given_up_under_it_and_lives(

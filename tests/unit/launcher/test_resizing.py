@@ -156,7 +156,7 @@ def test_a_new_server_that_ends_before_the_commit_gives_the_change_up(job: Job) 
         job.new[1].send_signal(signal.SIGKILL)
 
     job.hooks[Step.HAND_OVER] = die
-    state = job.resize_fails(UnavailableError, f"{SERVER}-1-of-3 has ended")
+    state = job.resize_fails(UnavailableError, f"{SERVER}-1-of-3 was ended by SIGKILL")
     assert state.outcome == "still 2 parameter servers"
     assert job.asked_for(Step.SERVE) == []
     assert job.asked_for(Step.GIVE_UP) == ["0.0", "0.1"]
