@@ -185,8 +185,8 @@ bool Server::OnAcceptFailed(int error) {
     }
   }
   if (stranger == nullptr) return false;
-  num_crowded_out_.Add();
   stranger->CloseNow();
+  num_crowded_out_.Add();
   return true;
 }
 
@@ -213,8 +213,8 @@ void Server::AddConnection(UniqueFd socket, const std::string& host, uint16_t po
   }
   // Outside mutex_: a connection that closes takes it.
   if (crowded_out != nullptr) {
-    num_crowded_out_.Add();
     crowded_out->CloseNow();
+    num_crowded_out_.Add();  // what is counted has ended: a reader of both gauges sees no more open
   }
   if (connection != nullptr) connection->Start();
 }
