@@ -204,3 +204,65 @@ def test_a_demo_installs_nothing_for_tests_and_other_commands_add_only_that(tmp_
     failing = "install_package() { false; };"
     assert call(tmp_path, f"{stages} {failing} setup_environment").returncode != 0
     assert call(tmp_path, f"{stages} setup_environment").stdout == "package\ntests\n"
+
+
+def source(folder: Path, call: str) -> subprocess.CompletedProcess[str]:
+    """Calls one function of `run` in a folder of its own."""
+    functions = RUN.read_text(encoding="utf-8").replace('\nmain "$@"\n', f"\n{call}\n")
+    (folder / "run").write_text(functions, encoding="utf-8")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        ["sh", folder / "run"], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+ONCE = "test -e {seen} || {{ touch {seen}; echo {says}; false; }}"
+
+
+@pytest.mark.parametrize(
+    ("once", "always", "status", "says"),
+    [
+        ({"a": "a bad day"}, {}, 0, "UNSTEADY"),
+        ({"a": "WARNING: ThreadSanitizer: data race"}, {}, 1, "a sanitizer has found a defect"),
+        ({}, {"b": "kill -SEGV $$"}, 1, "a suite crashed"),
+        ({"a": "a bad day"}, {"b": "false"}, 8, "2 failed: once more"),
+        (dict.fromkeys("abcd", "all are bad"), {}, 1, "4 tests failed"),
+    ],
+)
+def test_a_suite_that_failed_runs_once_more(
+    tmp_path: Path, once: dict[str, str], always: dict[str, str], status: int, says: str
+) -> None:
+    scripts = {name: ONCE.format(seen=tmp_path / name, says=text) for name, text in once.items()} | always
+    (tmp_path / "native").mkdir()
+    tests = [f'add_test({name} "sh" "-c" "{script}")' for name, script in (scripts | {"good": "true"}).items()]
+    (tmp_path / "native" / "CTestTestfile.cmake").write_text("\n".join(tests), encoding="utf-8")
+    finished = source(tmp_path, "native_build() { folder=$1; }; native_test native")
+    assert finished.returncode == status, finished.stdout + finished.stderr
+    assert says in finished.stderr, finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("once", "always", "status", "says"),
+    [(1, 0, 0, "UNSTEADY"), (1, 1, 1, "2 failed: once more"), (4, 0, 1, "4 tests failed")],
+)
+def test_a_python_test_that_failed_runs_once_more(
+    tmp_path: Path, once: int, always: int, status: int, says: str
+) -> None:
+    (tmp_path / "test_all.py").write_text(
+        f"""
+import pathlib, pytest
+@pytest.mark.parametrize("name", range({once}))
+def test_once(name):
+    seen = pathlib.Path(__file__).with_name(f"seen{{name}}")
+    before = seen.exists()
+    seen.touch()
+    assert before
+def test_good(): pass
+@pytest.mark.parametrize("name", range({always}))
+def test_always(name): assert False
+""",
+        encoding="utf-8",
+    )
+    finished = source(tmp_path, "run_pytest test_all.py")
+    assert finished.returncode == status, finished.stdout + finished.stderr
+    assert says in finished.stderr, finished.stderr
