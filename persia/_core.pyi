@@ -302,6 +302,15 @@ def flatten_strings(
 ) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
     """The same of strings, which become IDs: XXH64 of their UTF-8 bytes. None is a sample without any."""
 
+def parse_clicks(
+    text: Buffer, num_numbers: int, num_categories: int
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint64], int, list[tuple[int, str]]]:
+    """Lines of a label, integers and categories, separated by tabs.
+
+    Labels `[n]`, numbers `[num_numbers, n]` and IDs `[num_categories, n]` of good lines, the number of all lines, and
+    (line from 1, reason) of each bad one. An empty number is 0. An ID is the category's hash, 0 for an empty one.
+    """
+
 def hash_string_buffer(offsets: NDArray[np.int64], data: Buffer) -> NDArray[np.uint64]:
     """The IDs of the strings data[offsets[i]:offsets[i + 1]]."""
 

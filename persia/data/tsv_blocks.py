@@ -9,22 +9,20 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from persia import _native
 from persia.data.parquet import require_pyarrow
-from persia.embedding import columns
 from persia.errors import CorruptionError, FailedPreconditionError
 
 MISSING, RARE = 0, 1  # IDs of an empty field, and of a value that is below the frequency limit
 
 _MAX_LINE_BYTES = 1 << 20
-# What pyarrow reads as an integer, up to 18 digits; nothing is a missing value.
-_INTEGER = r"^$|^\s*(-?0*[0-9]{1,18}|0[xX][0-9a-fA-F]{1,15})\s*$"
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -43,10 +41,10 @@ class Parsed:
     """The good records of a block."""
 
     labels: NDArray[np.uint8]
-    numerical: list[NDArray[np.int64]]  # a missing value is 0
-    ids: list[tuple[NDArray[np.uint64], NDArray[np.int32]]]  # distinct IDs, and the place of each record's
+    numerical: NDArray[np.int64]  # [columns, records]; a missing value is 0
+    ids: NDArray[np.uint64]  # [columns, records]; hashes, and MISSING
     num_lines: int
-    bad: list[tuple[int, str]] = field(default_factory=list)  # (line from 1 in the block, reason)
+    bad: list[tuple[int, str]]  # (line from 1 in the block, reason)
 
 
 def blocks_of(path: Path, block_bytes: int, first: int = 0, end: int | None = None) -> Iterator[Block]:
@@ -77,48 +75,18 @@ def blocks_of(path: Path, block_bytes: int, first: int = 0, end: int | None = No
 
 def parse(data: bytes, num_numerical: int, num_categorical: int) -> Parsed:
     """The records of whole lines: label, numbers and categories, separated by tabs."""
-    import pyarrow as pa
-
-    numbers = ["label", *(f"num_{index}" for index in range(num_numerical))]
-    categories = [f"cat_{index}" for index in range(num_categorical)]
-    types = dict.fromkeys(categories, pa.dictionary(pa.int32(), pa.string()))
-    bad: list[tuple[int, str]] = []
-    try:
-        table = _read_csv(data, {**dict.fromkeys(numbers, pa.int64()), **types}, bad)
-        wrong: list[tuple[int, str]] = []
-        rows = np.ones(table.num_rows, bool)
-    except pa.ArrowInvalid:
-        bad = []
-        table = _read_csv(data, {**dict.fromkeys(numbers, pa.string()), **types}, bad)
-        table, rows, wrong = _good_numbers(table, numbers)
-    num_lines = len(rows) + len(bad)
-    lines = np.delete(np.arange(1, num_lines + 1), [line - 1 for line, _ in bad])
-    bad += [(int(lines[row]), reason) for row, reason in wrong]
-    labels = table["label"].fill_null(-1).to_numpy()
-    good = (labels == 0) | (labels == 1)
-    for row in np.flatnonzero(~good):
-        value = "empty" if labels[row] == -1 else str(labels[row])
-        bad.append((int(lines[rows][row]), f"the label is {value}, must be 0 or 1"))
-    table = table.filter(pa.array(good)) if not good.all() else table
-    ids = []
-    for name in categories:
-        column = table[name].combine_chunks()
-        column = column if isinstance(column, pa.DictionaryArray) else column.chunk(0)
-        ids.append((_hashed(column.dictionary), column.indices.to_numpy()))
-    values = [table[name].fill_null(0).to_numpy() for name in numbers[1:]]
-    return Parsed(labels[good].astype(np.uint8), values, ids, num_lines, sorted(bad))
+    return Parsed(*_native.parse_clicks(data, num_numerical, num_categorical))
 
 
 def count_ids(parsed: Parsed) -> NDArray[np.uint64]:
     """How often each ID occurs: the ends of the columns, then all IDs in order, then all counts."""
     ends, keys, counts = [0], [], []
-    for distinct, places in parsed.ids:
-        occurring = np.bincount(places, minlength=len(distinct)).astype(np.uint64)
-        order = np.argsort(distinct)
-        order = order[(distinct[order] != MISSING) & (occurring[order] > 0)]
-        keys.append(distinct[order])
-        counts.append(occurring[order])
-        ends.append(ends[-1] + len(order))
+    for ids in parsed.ids:
+        distinct, occurring = np.unique(ids, return_counts=True)
+        known = distinct != MISSING
+        keys.append(distinct[known])
+        counts.append(occurring[known].astype(np.uint64))
+        ends.append(ends[-1] + len(keys[-1]))
     return np.concatenate([np.array(ends, np.uint64), *keys, *counts])
 
 
@@ -137,6 +105,8 @@ class Vocabulary:
 
     def apply(self, ids: NDArray[np.uint64]) -> NDArray[Any]:
         """The final ID of each hashed ID."""
+        # In order, so that the search touches each page of the vocabulary once.
+        ids, places = np.unique(ids, return_inverse=True)
         where = np.searchsorted(self.keys, ids)
         is_known = np.zeros(len(ids), bool)
         inside = where < len(self.keys)
@@ -144,7 +114,7 @@ class Vocabulary:
         dtype = np.uint64 if self.places is None else np.int32
         final = np.where(ids == MISSING, MISSING, RARE).astype(dtype)
         final[is_known] = ids[is_known] if self.places is None else self.places[where[is_known]]
-        return final
+        return final[places]
 
 
 def transform(parsed: Parsed, vocabularies: list[Vocabulary] | None, log_offset: float) -> Any:
@@ -157,9 +127,8 @@ def transform(parsed: Parsed, vocabularies: list[Vocabulary] | None, log_offset:
     arrays: dict[str, NDArray[Any]] = {"label": parsed.labels}
     for index, values in enumerate(parsed.numerical):
         arrays[f"num_{index}"] = np.log(np.maximum(values + log_offset, 1.0)).astype(np.float32)
-    for index, (distinct, places) in enumerate(parsed.ids):
-        final = distinct if vocabularies is None else vocabularies[index].apply(distinct)
-        arrays[f"cat_{index}"] = final[places]
+    for index, ids in enumerate(parsed.ids):
+        arrays[f"cat_{index}"] = ids if vocabularies is None else vocabularies[index].apply(ids)
     return pa.table(arrays)
 
 
@@ -190,58 +159,6 @@ def _rest_of_line(path: Path, file: Any) -> bytes:
             f"{path} has a line of more than {_MAX_LINE_BYTES} bytes: it is no log in Criteo's format"
         )
     return line
-
-
-def _read_csv(data: bytes, types: dict[str, Any], bad: list[tuple[int, str]]) -> Any:
-    import pyarrow as pa
-    import pyarrow.csv as csv
-
-    def refuse(row: Any) -> str:
-        bad.append((row.number, f"it has {row.actual_columns} fields, must have {row.expected_columns}"))
-        return "skip"
-
-    if not data:
-        return pa.table({name: pa.array([], kind) for name, kind in types.items()})
-    return csv.read_csv(
-        pa.BufferReader(data),
-        # One chunk, so that a column has one dictionary.
-        csv.ReadOptions(use_threads=False, column_names=list(types), block_size=len(data) + 1),
-        csv.ParseOptions(
-            delimiter="\t", quote_char=False, ignore_empty_lines=False, invalid_row_handler=refuse
-        ),
-        csv.ConvertOptions(check_utf8=False, null_values=[""], strings_can_be_null=False, column_types=types),
-    )
-
-
-def _good_numbers(table: Any, names: list[str]) -> tuple[Any, NDArray[np.bool_], list[tuple[int, str]]]:
-    """The rows whose numbers are integers or empty, which rows these are, and what is wrong in others."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    rows, wrong = np.ones(table.num_rows, bool), []
-    for name in names:
-        fits = pc.match_substring_regex(table[name], _INTEGER).to_numpy()
-        for row in np.flatnonzero(rows & ~fits):
-            wrong.append((int(row), f"{name} is {table[name][row].as_py()[:40]!r}, must be an integer"))
-        rows &= fits
-    table = table.filter(pa.array(rows))
-    for name in names:
-        text = pc.utf8_trim_whitespace(table[name])
-        number = pc.if_else(pc.equal(text, ""), pa.scalar(None, pa.string()), text).cast(pa.int64())
-        table = table.set_column(table.schema.get_field_index(name), name, number)
-    return table, rows, wrong
-
-
-def _hashed(texts: Any) -> NDArray[np.uint64]:
-    import pyarrow.compute as pc
-
-    if not len(texts):
-        return np.empty(0, np.uint64)
-    ids = np.array(columns.ids_of(texts, "a categorical column")[0])
-    # Two hashes of 2^64 are moved, so that MISSING and RARE are no other value's ID.
-    ids[ids <= RARE] += np.uint64(2)
-    ids[pc.equal(texts, "").to_numpy(zero_copy_only=False)] = MISSING
-    return ids
 
 
 def _mapped(path: Path, dtype: Any) -> Any:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/click_lines.h"
 #include "base/string_hash.h"
 #include "bindings/arrays.h"
 #include "bindings/errors.h"
@@ -183,12 +184,31 @@ py::array_t<uint64_t> HashStringBuffer(py::handle offsets, const py::buffer& dat
   return ArrayFrom(std::move(ids));
 }
 
+// (labels, numbers[num_numbers, n], ids[num_categories, n], lines in all, [(line, reason), ...])
+py::tuple ParseClicks(const py::buffer& text, uint32_t num_numbers, uint32_t num_categories) {
+  const BytesArgument bytes(text, "text");
+  const std::string_view chars(reinterpret_cast<const char*>(bytes.bytes().data()),
+                               bytes.bytes().size());
+  ClickLines lines =
+      WithoutGil([&] { return ParseClickLines(chars, num_numbers, num_categories); });
+  py::list bad;
+  for (const ClickLines::Bad& one : lines.bad) bad.append(py::make_tuple(one.line, one.reason));
+  const auto size = static_cast<py::ssize_t>(lines.labels.size());
+  return py::make_tuple(
+      ArrayFrom(std::move(lines.labels)),
+      ArrayFrom(std::move(lines.numbers)).reshape({py::ssize_t{num_numbers}, size}),
+      ArrayFrom(std::move(lines.ids)).reshape({py::ssize_t{num_categories}, size}), lines.num_lines,
+      bad);
+}
+
 }  // namespace
 
 void BindSamples(py::module_& module) {
   module.def("flatten_samples", &FlattenSamples, py::arg("name"), py::arg("samples"));
   module.def("flatten_weights", &FlattenWeights, py::arg("name"), py::arg("samples"));
   module.def("flatten_strings", &FlattenStrings, py::arg("name"), py::arg("samples"));
+  module.def("parse_clicks", &ParseClicks, py::arg("text"), py::arg("num_numbers"),
+             py::arg("num_categories"));
   module.def("hash_string_buffer", &HashStringBuffer, py::arg("offsets"), py::arg("data"));
 }
 

@@ -149,7 +149,7 @@ BAD = {
     7: ("0\t1", "it has 2 fields, must have 6"),
     700: ("1\t1\tx7\ta\tb\tc", "num_1 is 'x7', must be an integer"),
     1500: ("2\t1\t2\ta\tb\tc", "the label is 2, must be 0 or 1"),
-    1501: ("", "the label is empty, must be 0 or 1"),
+    1501: ("", "it has 1 fields, must have 6"),
 }
 
 

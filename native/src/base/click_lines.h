@@ -1,0 +1,34 @@
+// The text of click logs, as Criteo publishes them: a line has a label, integers and categories,
+// separated by tabs. Columns come out, which is how they are stored.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace persia {
+
+// Good lines in their order, column after column. A line that is bad is in no column.
+struct ClickLines {
+  struct Bad {
+    size_t line;  // from 1
+    std::string reason;
+  };
+
+  size_t num_lines = 0;
+  std::vector<uint8_t> labels;   // 0 or 1
+  std::vector<int64_t> numbers;  // [num_numbers][labels.size()]; 0 where the field is empty
+  std::vector<uint64_t> ids;     // [num_categories][labels.size()]
+  std::vector<Bad> bad;
+};
+
+// The ID of a category in preprocessed data: its StringHash, but 0 for an empty field. ID 1 is left
+// to values that are rare, so the two hashes of 2^64 that are 0 and 1 become 2 and 3.
+uint64_t CategoryId(std::string_view text);
+
+// A line ends at \n, \r\n or the end of the text. A number is a decimal integer of 64 bits.
+ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories);
+
+}  // namespace persia
