@@ -308,8 +308,8 @@ def parse_clicks(
     """Lines of a label, integers and categories, separated by tabs.
 
     Labels `[n]`, numbers `[num_numbers, n]` and IDs `[num_categories, n]` of good lines, the number of all
-    lines, and (line from 1, reason) of each bad one. An empty number is 0. An ID is the category's hash, 0 for
-    an empty one.
+    lines, and (line from 1, reason) of each bad one. An empty number is 0. An ID is the category's hash, or 0
+    if it is empty.
     """
 
 def hash_string_buffer(offsets: NDArray[np.int64], data: Buffer) -> NDArray[np.uint64]:
