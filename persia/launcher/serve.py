@@ -24,18 +24,38 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _SHARE, _DRIFT = click.FloatRange(0, 1), click.FloatRange(min=0.0)
 
 
+def _share_or_file(ctx: click.Context, param: click.Parameter, text: str) -> float | Path:
+    if (path := Path(text)).is_file():
+        return path
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise click.BadParameter(f"{text!r} is neither a number from 0 to 1 nor a file with one", ctx, param)
+    return share
+
+
 def _bytes_of_mib(_ctx: click.Context, _param: click.Parameter, mib: int) -> int:
     return mib << 20
 
 
 _canary_options = options.all_of(
     option("--canary", metavar="DIR|URL", help="Serve this checkpoint, or directory of them, as a canary."),
-    option("--canary-share", "share", type=_SHARE, default=0.0, help="Share of requests that it answers."),
+    option(
+        "--canary-share",
+        "share",
+        metavar="SHARE|FILE",
+        default="0",
+        callback=_share_or_file,
+        help="Share of requests that it answers, or a file with it, which may change while the server runs.",
+    ),
     option(
         "--shadow-share",
-        type=_SHARE,
-        default=0.0,
-        help="Share of answered requests that it computes as well, for a comparison.",
+        metavar="SHARE|FILE",
+        default="0",
+        callback=_share_or_file,
+        help="Share of answered requests that it computes as well, for a comparison; or a file with it.",
     ),
     option(
         "--canary-max-errors",

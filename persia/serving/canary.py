@@ -10,6 +10,7 @@ import threading
 from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.gate import drift_of
 from persia.serving.predictor import ModelSettings, Version
 from persia.serving.protocol import message_of
-from persia.serving.sideline import Sideline, is_drawn
+from persia.serving.sideline import Share, Sideline, is_drawn
 from persia.serving.statistics import ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.location import Location
@@ -50,8 +51,8 @@ class CanaryOptions:
     """What a canary is, and when it is rolled back."""
 
     location: Location  # like that of the stable version
-    share: float = 0.0  # of requests that ask for no version
-    shadow_share: float = 0.0  # of requests that the stable version has answered
+    share: float | Path = 0.0  # of requests that ask for no version; a file's may change
+    shadow_share: float | Path = 0.0  # of requests that the stable version has answered
     max_errors: int = 5  # among its last 100 answers
     drift_limit: float | None = None  # mean absolute difference of the last 100 shadow requests
 
@@ -122,7 +123,7 @@ class Canary:
     def __init__(
         self, settings: ModelSettings, options: CanaryOptions, batching: BatchingOptions, num_threads: int
     ) -> None:
-        self.options = options
+        self._share, self._shadow_share = Share(options.share), Share(options.shadow_share)
         self.trial = Trial(options)
         self.statistics = ServingStatistics()  # of requests that it was to answer
         self.model: ServedModel | None = None  # until it is loaded
@@ -160,11 +161,11 @@ class Canary:
 
     def takes(self, request_id: str) -> bool:
         """Whether it is to answer a request that asks for no version."""
-        return self._is_drawn(self.options.share, request_id, CANARY)
+        return self._is_drawn(self._share, request_id, CANARY)
 
     def shadow(self, batch: PersiaBatch, answer: Prediction, request_id: str) -> None:
         """Computes a request that the stable version has answered once more, if it is of the share."""
-        if self._is_drawn(self.options.shadow_share, request_id, "shadow"):
+        if self._is_drawn(self._shadow_share, request_id, "shadow"):
             self._shadows.offer((batch, answer))
 
     def judge(
@@ -178,8 +179,8 @@ class Canary:
     def status(self) -> dict[str, Any]:
         return {
             "version": self.version,
-            "share": self.options.share,
-            "shadow_share": self.options.shadow_share,
+            "share": self._share.value,
+            "shadow_share": self._shadow_share.value,
             "rolled_back": self.rolled_back,
             "error": self.error,
             "drift": self.trial.drift,
@@ -213,10 +214,10 @@ class Canary:
         if self.model is not None:
             self.model.close()
 
-    def _is_drawn(self, share: float, request_id: str, purpose: str) -> bool:
-        if share == 0 or self.model is None or self.rolled_back:
+    def _is_drawn(self, share: Share, request_id: str, purpose: str) -> bool:
+        if share.value == 0 or self.model is None or self.rolled_back:
             return False
-        return is_drawn(share, request_id, purpose)
+        return is_drawn(share.value, request_id, purpose)
 
     def _predict(self, batch: PersiaBatch) -> Prediction:
         if self.model is None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from persia.errors import InvalidArgumentError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool, lower_priority
 
 _T = TypeVar("_T")
 _MAX_WAITING = 64  # each may have the size of a request
 _CLOSE_S = 5.0
+_REREAD_S = 1.0
 
 
 class Sideline(Generic[_T]):
@@ -57,3 +61,42 @@ def is_drawn(share: float, request_id: str, purpose: str) -> bool:
     text = request_id.encode(errors="surrogatepass")
     digest = hashlib.blake2b(text, digest_size=8, person=purpose.encode()).digest()
     return int.from_bytes(digest, "little") < share * 2**64
+
+
+class Share:
+    """A share of requests: a number, or a file with one, which may change while requests are drawn.
+
+    Raises InvalidArgumentError for a file that has no number from 0 to 1. Later the share stays as it was.
+    """
+
+    def __init__(self, source: float | Path) -> None:
+        self._path = source if isinstance(source, Path) else None
+        self._value = _share_of(source) if isinstance(source, Path) else source
+        self._read_at, self._error = time.monotonic(), ""
+
+    @property
+    def value(self) -> float:
+        """From 0 to 1."""
+        now = time.monotonic()
+        if self._path is not None and now >= self._read_at + _REREAD_S:
+            self._read_at, before, error = now, self._value, ""
+            try:
+                self._value = _share_of(self._path)
+            except InvalidArgumentError as unreadable:
+                error = str(unreadable)
+            if self._value != before:
+                get_default_logger().info("%s: the share is now %g", self._path, self._value)
+            if error and error != self._error:
+                get_default_logger().error("%s; the share stays %g", error, self._value)
+            self._error = error
+        return self._value
+
+
+def _share_of(path: Path) -> float:
+    try:
+        share = float(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{path} has no share: write a number from 0 to 1 ({error})") from error
+    if not 0 <= share <= 1:
+        raise InvalidArgumentError(f"{path} has the share {share:g}: write a number from 0 to 1")
+    return share

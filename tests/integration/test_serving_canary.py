@@ -65,11 +65,12 @@ def test_a_canary_has_a_label_and_a_share(start: Callable[..., Served], tmp_path
     dump(tmp_path / "model", factor=1.0, step=1)
     dump(tmp_path / "next", factor=2.0, step=2)
     http_port, metrics_port, log = free_port(), free_port(), tmp_path / "requests.bin"
-    sample = tmp_path / "sample.bin"
+    sample, share = tmp_path / "sample.bin", tmp_path / "share"
     sample.write_bytes(2 * MESSAGE)
+    share.write_text("0.5\n", encoding="utf-8")
     served = start(
         *(str(tmp_path / "model"), "--embedding-config", config, "--request-log", str(log)),
-        *("--canary", str(tmp_path / "next"), "--canary-share", "0.5", "--http-port", str(http_port)),
+        *("--canary", str(tmp_path / "next"), "--canary-share", str(share), "--http-port", str(http_port)),
         *("--metrics-port", str(metrics_port), "--sample", str(sample)),
     )
     served.wait_until(lambda: served.client.is_model_ready("m", "canary"))
@@ -103,6 +104,13 @@ def test_a_canary_has_a_label_and_a_share(start: Callable[..., Served], tmp_path
     assert result.exit_code == 0, result.output
     assert json.loads(result.output)[0]["num_requests"] == 40
     assert metric(address, "persia_serving_canary_batch_samples_sum") >= 4 + 41
+    # The file changes while the server runs.
+    share.write_text("1", encoding="utf-8")
+    served.wait_until(lambda: canary_status(address)["share"] == 1)
+    assert {served.infer(MESSAGE, request_id=f"r{number}")[0] for number in range(16)} == {"2"}
+    share.write_text("all", encoding="utf-8")
+    refused = "share has no share: write a number from 0 to 1"
+    served.wait_until(lambda: served.infer(MESSAGE) == CANARY and refused in served.log.read_text())
     assert served.stop() == 0
 
 

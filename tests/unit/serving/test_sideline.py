@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch, split_batches
-from persia.errors import StorageError
+from persia.errors import InvalidArgumentError, StorageError
 from persia.serving import sideline
 from persia.serving.request_log import RequestLog, RequestLogOptions
-from persia.serving.sideline import Sideline, is_drawn
+from persia.serving.sideline import Share, Sideline, is_drawn
 
 WAIT_S = 60.0
 
@@ -102,3 +102,23 @@ def test_a_batch_that_does_not_fit_the_disk_is_left_out(
     log.close()
     assert users(tmp_path / "log") == [0, 3]
     assert log.status()["num_written"] == 2
+
+
+def test_a_share_in_a_file_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "share"
+    for content in ("", "half", "1.5", "nan", "-0.1"):
+        path.write_text(content, encoding="utf-8")
+        with pytest.raises(InvalidArgumentError, match="share.*: write a number from 0 to 1"):
+            Share(path)
+    path.write_text(" 0.25\n", encoding="utf-8")
+    share = Share(path)
+    path.write_text("0.5", encoding="utf-8")
+    monkeypatch.setattr(sideline, "_REREAD_S", 3600)
+    assert share.value == 0.25, "a file is not read for each request"
+    monkeypatch.setattr(sideline, "_REREAD_S", 0)
+    assert share.value == 0.5
+    path.write_text("2", encoding="utf-8")
+    assert share.value == 0.5, "what is no share changes nothing"
+    path.unlink()
+    assert share.value == 0.5
+    assert Share(0.125).value == 0.125
