@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 import yaml
 
+from persia.ctx import TrainCtx
 from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
 from tests.documented_stage import (
     SLOTS,
@@ -41,6 +42,16 @@ def prepare(stage: Stage) -> None:
     (stage.folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
 
 
+@contextmanager
+def trained_job(stage: Stage) -> Iterator[TrainCtx]:
+    """The script's context, with a row of user 7, and features that its checkpoints name."""
+    script(stage)
+    with stage.names["TrainCtx"]() as ctx:
+        ctx.set_embedding("user", np.array([7], np.uint64), np.ones((1, 16), np.float32))
+        ctx.forward(ctx.get_embedding_from_data(make_batch(requires_grad=False)))
+        yield ctx
+
+
 @around("serving.md")
 def _(stage: Stage) -> Iterator[None]:
     """A checkpoint of a trained row; the server listens on a free port."""
@@ -51,14 +62,19 @@ def _(stage: Stage) -> Iterator[None]:
         "client_timeout=1.0": f"client_timeout={TIMEOUT_S}",  # other tests may keep this machine busy
         "serve model/ --model": f"serve model/ --port {address.rpartition(':')[2]} --model",
     }
-    script(stage)
-    with stage.names["TrainCtx"]() as ctx:
-        ctx.set_embedding("user", np.array([7], np.uint64), np.ones((1, 16), np.float32))
-        ctx.forward(
-            ctx.get_embedding_from_data(make_batch(requires_grad=False))
-        )  # the checkpoint names features
+    with trained_job(stage) as ctx:
         stage.names["ctx"] = SimpleNamespace(dump_checkpoint=partial(ctx.dump_checkpoint, step=10_000))
         yield
+
+
+@around("serving_operations.md")
+@around("serving_export.md")
+def _(stage: Stage) -> Iterator[None]:
+    """The checkpoint that the page about serving has written."""
+    prepare(stage)
+    with trained_job(stage) as ctx:
+        ctx.dump_checkpoint("model/", with_jit_model=True, keep_last=3)
+    yield
 
 
 def wait_until_ready(stage: Stage, address: str) -> None:
@@ -166,7 +182,7 @@ def _(stage: Stage) -> Iterator[None]:
     assert (stage.folder / "persia" / "job_secret").is_file()
 
 
-@around("serving.md", "--gate samples.bin")
+@around("serving_operations.md", "--gate samples.bin")
 def _(stage: Stage) -> Iterator[None]:
     """A server that loads its first version answers the samples; one that cannot ends at once."""
     (stage.folder / "samples.bin").write_bytes(make_batch(requires_grad=False).to_bytes())
@@ -176,7 +192,7 @@ def _(stage: Stage) -> Iterator[None]:
     wait_until_ready(stage, f"127.0.0.1:{port}")
 
 
-@around("serving.md", "export model/ exported/")
+@around("serving_export.md", "export model/ exported/")
 def _(stage: Stage) -> Iterator[None]:
     yield
     assert (stage.folder / "exported" / "model.pt").is_file()

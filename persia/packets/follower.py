@@ -2,7 +2,7 @@
 
 Packets are applied in order, and each is checked completely before it changes anything. A packet that cannot
 be applied is tried again, then reported, and never skipped: the copy stays at the packet before until this
-one can be read or a newer checkpoint appears. docs/serving.md, "Following a training".
+one can be read or a newer checkpoint appears. docs/serving_clusters.md, "Following a training job".
 """
 
 from __future__ import annotations
