@@ -36,6 +36,17 @@ _FAILED_EXIT_DEADLINE_S = 10.0
 _STOPPED_EXIT_DEADLINE_S = 1.0
 
 
+# Nearly always the first layer was made for other inputs, which torch cannot name.
+_REMEDIES = {
+    "mat1 and mat2 shapes cannot be multiplied": (
+        "if its first layer reads them, its in_features must be the sum of their last dimensions"
+    ),
+    "must have the same dtype": (
+        "a layer of float32 needs float32: send dense features so, or convert them in `forward`"
+    ),
+}
+
+
 class EmbeddingCtx(CheckpointMethods, BaseCtx):
     """Looks embeddings up for evaluation or inference, which changes nothing on the servers.
 
@@ -152,16 +163,19 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             with FORWARD.of(batch.traced_id):
                 return self._run_model(model, *inputs), labels
         except RuntimeError as failure:
-            # Nearly always the first layer was made for another number of columns, which torch cannot name.
-            if "mat1 and mat2 shapes cannot be multiplied" not in str(failure):
+            remedy = next((_REMEDIES[text] for text in _REMEDIES if text in str(failure)), None)
+            if remedy is None:
                 raise
             ids, others = input_names(self.runtime.signature, batch)
             # Not strict: `prepare_features` may be the script's own, with other inputs.
             pairs = zip((*others, *ids), (*dense_tensors, *embeddings), strict=False)
-            shapes = ", ".join(f"{name} {list(getattr(tensor, 'shape', '?'))}" for name, tensor in pairs)
+            inputs_text = ", ".join(
+                f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+                for name, tensor in pairs
+                if isinstance(tensor, torch.Tensor)
+            )
             raise InvalidArgumentError(
-                f"{failure}: the inputs of the model are {shapes}; if its first layer reads them, its "
-                "in_features must be the sum of their last dimensions"
+                f"{failure}: the inputs of the model are {inputs_text}; {remedy}"
             ) from failure
 
     def get_embedding_from_data(

@@ -136,7 +136,10 @@ class PersiaBatch:
         self.batch_size = self.id_type_features[0].batch_size if batch_size is None else batch_size
         self._check_sizes()
         if requires_grad and not self.labels:
-            raise InvalidArgumentError("add label data when requires_grad set to true.")
+            raise InvalidArgumentError(
+                "no labels: add label data when requires_grad is True, as labels=[Label(array)]; a batch to "
+                "evaluate or predict may have none, with requires_grad=False"
+            )
         # A batch registers its IDs at a worker when it is sent: a second time, it would train twice.
         self._sent = False
 

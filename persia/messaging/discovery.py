@@ -281,7 +281,10 @@ class Directory:
                 if attempts.has_reported:
                     get_default_logger().info("found %s, %d of %d", role, len(services), len(services))
                 return services
-        raise DeadlineExceededError(f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC)")
+        raise DeadlineExceededError(
+            f"{search.missing()} after {deadline_s:g} s (PERSIA_DEADLINE_SEC): look at its log, or start it "
+            f"by `persia-launcher {role}` with the PERSIA_NATS_URL and PERSIA_JOB_NAME of this process"
+        )
 
     def watch(
         self,
@@ -368,7 +371,7 @@ class _Search:
         if self._schema and info.schema and info.schema != self._schema:
             raise FailedPreconditionError(
                 f"{info} has the embedding config {info.schema}, this process {self._schema}: "
-                "give both the same --embedding-config"
+                "give both the same embedding config (--embedding-config, PERSIA_EMBEDDING_CONFIG or slots=)"
             )
 
 

@@ -61,6 +61,7 @@ _CONNECT_OPTIONS: dict[str, Any] = {
     # A broker that vanished with its machine closes no connection: only missing answers to pings show it.
     "ping_interval": 20,
 }
+_NO_ANSWER = "no answer; another program may use the port"
 
 
 def _warn_if_small(max_payload: int, address: str) -> None:
@@ -93,7 +94,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._client = NatsClient(job_tls())
         self._refusals = _Refusals(self._address, role)
         self._thread = LoopThread(name, self._refusals.raise_if_denied)
-        self._last_error: Exception | None = None
+        self._last_error = _NO_ANSWER
         self._is_admitted = False
         self._end: asyncio.Future[None] | None = None  # kept: the loop holds tasks weakly
         self._waiting: dict[asyncio.Task[Any], str] = {}  # for the broker, by request; on the loop
@@ -333,7 +334,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
                 await asyncio.wait_for(self._client.close(), _CLOSE_GRACE_S)
 
     async def _on_error(self, error: Exception) -> None:
-        self._last_error = error
+        self._last_error = str(error) or _NO_ANSWER  # a time-out has no text
         if self._refusals.notice(error, is_admitted=self._is_admitted):
             # The client would try the same credentials again for ever. Before, `connect` reports the refusal.
             if self._refusals.denied is not None and self._is_admitted and self._end is None:

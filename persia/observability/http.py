@@ -57,7 +57,8 @@ class HttpPort(ThreadingHTTPServer):
             super().__init__((host, port), _Handler)
         except OSError as error:
             raise StorageError(
-                f"metrics and status cannot be shown on {host}:{port} (PERSIA_METRICS_PORT): {error.strerror}"
+                f"metrics and status cannot be shown on {host}:{port}: {error.strerror}; set "
+                "PERSIA_METRICS_PORT to another port, or to 0 for a free one"
             ) from error
         self.port: int = self.server_address[1]
         self._thread = threading.Thread(

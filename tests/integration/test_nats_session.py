@@ -241,6 +241,15 @@ def test_connect_gives_up_naming_the_url_without_the_password(job_name):
     assert "secret" not in str(caught.value)
 
 
+def test_a_port_of_another_program_is_named_as_the_reason(job_name):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        session = NatsSession(f"nats://127.0.0.1:{other.getsockname()[1]}", job_name, name="lonely")
+        with pytest.raises(UnavailableError, match=r"no answer; another program may use the port"):
+            session.connect(0.3)
+
+
 @pytest.mark.parametrize("url", ["", "127.0.0.1:4222", "http://localhost:4222", "nats://"])
 def test_a_url_that_is_none_is_refused_at_once(url):
     with pytest.raises(InvalidArgumentError, match="PERSIA_NATS_URL"):

@@ -42,7 +42,8 @@ bool HasWaiting(int listener) {
 }
 
 Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
-  return IOError("cannot listen on ", host, ":", port, ": ", reason);
+  return IOError("cannot listen on ", host, ":", port, ": ", reason,
+                 "; stop what uses the port, or take another --port or --host");
 }
 
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,

@@ -83,6 +83,19 @@ TEST_F(FeatureBatchTest, UnknownFeatureIsNamed) {
   const Status status = DecodeStatus(EncodeBatch({{"plain", {{1}}}, {"nonsense", {{1}}}}));
   EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
   EXPECT_NE(status.message().find("'nonsense'"), std::string::npos) << status.message();
+  EXPECT_NE(status.message().find("add one"), std::string::npos) << status.message();
+}
+
+TEST_F(FeatureBatchTest, MisspelledFeatureGetsTheNearestSlot) {
+  for (const char* name : {"plian", "Plain", "plain_id", "plan"}) {
+    const Status status = DecodeStatus(EncodeBatch({{name, {{1}}}}));
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_NE(status.message().find("did you mean 'plain'?"), std::string::npos)
+        << status.message();
+  }
+  const std::string longest(300, 'p');
+  const Status status = DecodeStatus(EncodeBatch({{longest, {{1}}}}));
+  EXPECT_EQ(status.message().find("did you mean"), std::string::npos) << status.message();
 }
 
 // The encoder refuses such batches, so the messages are made by hand.

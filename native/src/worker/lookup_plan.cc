@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/hash.h"
 #include "base/id_features.h"
@@ -18,12 +20,39 @@ Status FeatureError(std::string_view name, const std::string& what) {
   return InvalidArgument("feature '" + std::string(name) + "': " + what);
 }
 
+// Of the characters of both, the share in their longest common subsequence.
+double Similarity(std::string_view a, std::string_view b) {
+  std::vector<size_t> longest(b.size() + 1);  // of `a` so far, and `b` up to each place
+  for (const char c : a) {
+    size_t diagonal = 0;
+    for (size_t j = 0; j < b.size(); ++j) {
+      const size_t above = longest[j + 1];
+      longest[j + 1] = c == b[j] ? diagonal + 1 : std::max(above, longest[j]);
+      diagonal = above;
+    }
+  }
+  return 2.0 * static_cast<double>(longest.back()) / static_cast<double>(a.size() + b.size());
+}
+
+Status UnknownSlot(std::string_view name, const SlotTable& slots) {
+  constexpr size_t kMaxName = 256;  // requests for predictions come from outside the job
+  std::string_view nearest;
+  double best = 0.6;  // as difflib's, which suggests keys of config files
+  for (const SlotConfig& slot : slots.slots()) {
+    if (std::max(name.size(), slot.name.size()) > kMaxName) continue;
+    if (const double similarity = Similarity(name, slot.name); similarity > best) {
+      best = similarity;
+      nearest = slot.name;
+    }
+  }
+  return FeatureError(name, "the embedding config has no slot of this name: " +
+                                (nearest.empty() ? "add one, or do not send it"
+                                                 : "did you mean '" + std::string(nearest) + "'?"));
+}
+
 StatusOr<Feature> FindSlot(const IdFeature& feature, const SlotTable& slots) {
   const SlotConfig* slot = slots.Find(feature.name);
-  if (slot == nullptr) {
-    return FeatureError(
-        feature.name, "the embedding config has no slot of this name: add one, or do not send it");
-  }
+  if (slot == nullptr) return UnknownSlot(feature.name, slots);
   const uint64_t batch_size = feature.offsets.size() - 1;
   if (!slot->embedding_summation && batch_size * slot->sample_fixed_size > kMaxIndexCells) {
     return FeatureError(feature.name,

@@ -149,7 +149,17 @@ def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_data
         batch = next(iter(DataLoader(make_dataset(1))))
         with pytest.raises(
             InvalidArgumentError,
-            match=r"3x9 and 17x1.*feature_anonymous \[3, 1\], a \[3, 4\], b \[3, 4\].*in_features",
+            match=r"3x9 and 17x1.*anonymous \[3, 1\] float32, a \[3, 4\] float32, b \[3, 4\].*in_features",
+        ):
+            ctx.forward(batch)
+
+
+def test_a_layer_of_another_dtype_names_the_inputs(make_ctx: Any, make_dataset: Any, model: Any) -> None:
+    model.linear = torch.nn.Linear(9, 1, dtype=torch.float64)
+    with make_ctx() as ctx:
+        batch = next(iter(DataLoader(make_dataset(1))))
+        with pytest.raises(
+            InvalidArgumentError, match=r"same dtype.*a \[3, 4\] float32.*a layer of float32 needs float32"
         ):
             ctx.forward(batch)
 
