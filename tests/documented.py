@@ -64,12 +64,16 @@ def pages(*sections: str) -> list[str]:
     """The pages of these sections of the site, in its order."""
     navigation = yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = {title: entries for section in navigation for title, entries in section.items()}
-    return [
-        page
-        for section in sections
-        for entry in listed[section]
-        for page in ([entry] if isinstance(entry, str) else entry.values())
-    ]
+    return [page for section in sections for page in _pages_of(listed[section])]
+
+
+def _pages_of(entry: Any) -> Iterator[str]:
+    """A page, a titled page or section, or a list of them."""
+    if isinstance(entry, str):
+        yield entry
+    else:
+        for part in entry.values() if isinstance(entry, dict) else entry:
+            yield from _pages_of(part)
 
 
 def blocks(page: str) -> Iterator[Block]:
