@@ -34,8 +34,6 @@ from persia.storage import dense
 _FAILED_EXIT_DEADLINE_S = 10.0
 # The same, for each part of the end, when the script is stopped: the servers are probably ending as well.
 _STOPPED_EXIT_DEADLINE_S = 1.0
-
-
 # Nearly always the first layer was made for other inputs, which torch cannot name.
 _REMEDIES = {
     "mat1 and mat2 shapes cannot be multiplied": (

@@ -125,5 +125,5 @@ def _order(kind: str, wanted: Sequence[str], given: Sequence[str]) -> Sequence[i
     found = "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
     raise InvalidArgumentError(
         f"the batch's {kind} features are not the model's ({found or 'repeated names in another order'}): "
-        f"it was trained with {', '.join(wanted) or 'none'}"
+        f"it was trained with {', '.join(wanted) or 'none'}, so send these"
     )

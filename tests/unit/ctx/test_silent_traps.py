@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from persia.ctx import TrainCtx
 from persia.data import DataLoader, StreamingDataset
 from persia.data.dataset import _may_have_loader
+from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -152,6 +154,14 @@ def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_data
             match=r"3x9 and 17x1.*anonymous \[3, 1\] float32, a \[3, 4\] float32, b \[3, 4\].*in_features",
         ):
             ctx.forward(batch)
+
+
+def test_an_unknown_feature_gets_the_nearest_slot(make_ctx: Any) -> None:
+    features = [IDTypeFeature("bb", [np.ones(1, np.uint64)])]
+    with make_ctx() as ctx:
+        batch = PersiaBatch(features, labels=[Label(np.ones((1, 1), np.float32))])
+        with pytest.raises(InvalidArgumentError, match=r"'bb'.*did you mean 'b'\?"):
+            ctx.get_embedding_from_data(batch)
 
 
 def test_a_layer_of_another_dtype_names_the_inputs(make_ctx: Any, make_dataset: Any, model: Any) -> None:
