@@ -70,6 +70,7 @@ def _(stage: Stage) -> Iterator[None]:
 
 
 @around("training.md")
+@around("optimizers.md")
 @around("checkpoints.md")
 @around("recipes.md")
 def _(stage: Stage) -> Iterator[None]:
@@ -122,7 +123,7 @@ def _(stage: Stage) -> Iterator[None]:
     assert ctx.counters.batches_trained == NUM_BATCHES
 
 
-@around("training.md", "LRSchedule")
+@around("optimizers.md", "LRSchedule")
 def _(stage: Stage) -> Iterator[None]:
     with training(stage):
         yield
