@@ -13,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 from persia import env
 from persia.ctx.base import BaseCtx, has_failed
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StreamClosedError
+from persia.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    InvalidTypeError,
+    PersiaError,
+    StreamClosedError,
+)
 from persia.job.connection import JobConnection
 from persia.job.embedded import find_embedded_job
 from persia.logger import get_default_logger, set_role
@@ -121,8 +127,11 @@ class DataCtx(BaseCtx):
         Raises StreamClosedError when the NN workers take no more batches, UnavailableError when an error has
         ended the training, FailedPreconditionError for a batch that was sent before, what a receiver refused
         it for, and UnavailableError or DeadlineExceededError naming the receiver that could not be reached by
-        the deadline. After an error the stream has a gap: nothing more can be sent.
+        the deadline. After an error the stream has a gap: nothing more can be sent. InvalidTypeError for what
+        is no batch.
         """
+        if not isinstance(persia_batch, PersiaBatch):
+            raise InvalidTypeError(f"send_data takes a PersiaBatch, not {type(persia_batch).__name__}")
         if self._failure is not None:
             raise FailedPreconditionError(
                 "an earlier send_data failed: the stream has ended"

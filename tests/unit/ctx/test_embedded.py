@@ -109,6 +109,17 @@ def test_a_loader_function_feeds_the_stream(train_ctx: Any, feeder: Any, log: An
     assert sum("embedded mode" in record.getMessage() for record in log.records) == 1
 
 
+def test_what_is_no_batch_is_refused_and_leaves_no_gap(train_ctx: Any, new_batch: Any) -> None:
+    def load() -> None:
+        with DataCtx() as data:
+            with pytest.raises(InvalidTypeError, match="takes a PersiaBatch, not int"):
+                data.send_data(5)  # type: ignore[arg-type]
+            data.send_data(new_batch(0))
+
+    with train_ctx() as ctx:
+        assert len(run(ctx, DataLoader(StreamingDataset(loader=load)))) == 1
+
+
 @pytest.mark.parametrize("first", ["loader", "trainer"])
 def test_a_loader_on_a_thread_may_start_before_or_after(
     train_ctx: Any, feeder: Any, in_thread: Any, first: str
