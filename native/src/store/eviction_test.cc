@@ -21,11 +21,11 @@ void SleepAWhile() { std::this_thread::sleep_for(milliseconds(20)); }
 
 TEST(TimeToLiveTest, RowsThatNoTrainingBatchUsesGo) {
   TrainConfig config = SgdConfig();
-  config.time_to_live_sec = 1.0f;  // longer than a busy machine keeps this thread waiting
+  config.time_to_live_sec = 2.0f;  // longer than a busy machine keeps this thread waiting
   auto store = MakeStore(kTwoShards, config);
   const auto used = Range(0, 50);
   Lookup(*store, Range(0, 100), kDim);
-  for (int i = 0; i < 15; ++i) {
+  for (int i = 0; i < 30; ++i) {
     std::this_thread::sleep_for(milliseconds(100));
     Lookup(*store, used, kDim);
     Peek(*store, Range(50, 100), kDim);  // evaluation keeps nothing
@@ -62,7 +62,7 @@ TEST(TimeToLiveTest, CanBeChangedWhileThereAreRows) {
 
 TEST(TimeToLiveTest, HoldsForRowsUsedInPlaceAndGoesBetweenLookupAndUpdate) {
   TrainConfig config = SgdConfig();
-  config.time_to_live_sec = 0.05f;
+  config.time_to_live_sec = 1.0f;  // the rows must be there for longer than this thread waits
   auto store = MakeStore(kTwoShards, config);
   const auto signs = Range(0, 20);
   Lookup(*store, signs, kDim);
@@ -79,8 +79,8 @@ TEST(TimeToLiveTest, HoldsForRowsUsedInPlaceAndGoesBetweenLookupAndUpdate) {
     ASSERT_TRUE(missing.empty());
     removals = begun->Removals();
   }
-  for (int i = 0; i < 12; ++i) {
-    SleepAWhile();
+  for (int i = 0; i < 15; ++i) {
+    std::this_thread::sleep_for(milliseconds(100));
     ASSERT_TRUE(InPlaceRows::Begin(*store, LookupMode::kTrain).ok());
   }
   EXPECT_EQ(store->size(), 0u);
