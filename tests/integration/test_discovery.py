@@ -125,16 +125,22 @@ def test_of_two_that_start_at_once_at_one_index_at_most_one_is_accepted(make_ses
     assert failures
 
 
-def test_a_replica_that_answers_late_is_in_the_status(make_session):
-    Advertiser(make_session("server 0"), info(0, 2)).start()
-    late, asked = make_session("server 1"), []
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_process_that_answers_late_is_in_the_status(make_session, is_known):
+    # That replica 1 is missing, replica 0 tells; of the only one the status has told before.
+    others = [] if is_known else [info(0, 2)]
+    for other in others:
+        Advertiser(make_session("server 0"), other).start()
+    late, asked = make_session("late"), []
+    service = info(0, 1) if is_known else info(1, 2)
 
     async def answer(_payload):
         asked.append(True)
-        return info(1, 2).encode() if len(asked) > 1 else None
+        return service.encode() if len(asked) > 1 else None
 
     late.respond(late.subjects.who(SERVER), answer)
-    assert find_processes(make_session("status")) == [info(0, 2), info(1, 2)]
+    known = [(SERVER, 0)] if is_known else []
+    assert find_processes(make_session("status"), known) == [*others, service]
 
 
 def test_a_caller_that_expects_something_else_is_told_both_values(make_session):
