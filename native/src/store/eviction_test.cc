@@ -18,6 +18,9 @@ constexpr uint32_t kDim = 4;
 constexpr EmbeddingStore::Options kTwoShards = {.capacity = 1000, .num_internal_shards = 2};
 
 void SleepAWhile() { std::this_thread::sleep_for(milliseconds(20)); }
+std::chrono::steady_clock::time_point InAMinute() {
+  return std::chrono::steady_clock::now() + std::chrono::minutes(1);
+}
 
 TEST(TimeToLiveTest, RowsThatNoTrainingBatchUsesGo) {
   TrainConfig config = SgdConfig();
@@ -25,7 +28,8 @@ TEST(TimeToLiveTest, RowsThatNoTrainingBatchUsesGo) {
   auto store = MakeStore(kTwoShards, config);
   const auto used = Range(0, 50);
   Lookup(*store, Range(0, 100), kDim);
-  for (int i = 0; i < 30; ++i) {
+  for (const auto end = InAMinute();
+       store->size() > 50 && std::chrono::steady_clock::now() < end;) {
     std::this_thread::sleep_for(milliseconds(100));
     Lookup(*store, used, kDim);
     Peek(*store, Range(50, 100), kDim);  // evaluation keeps nothing
@@ -79,7 +83,7 @@ TEST(TimeToLiveTest, HoldsForRowsUsedInPlaceAndGoesBetweenLookupAndUpdate) {
     ASSERT_TRUE(missing.empty());
     removals = begun->Removals();
   }
-  for (int i = 0; i < 15; ++i) {
+  for (const auto end = InAMinute(); store->size() > 0 && std::chrono::steady_clock::now() < end;) {
     std::this_thread::sleep_for(milliseconds(100));
     ASSERT_TRUE(InPlaceRows::Begin(*store, LookupMode::kTrain).ok());
   }
