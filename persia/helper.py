@@ -89,7 +89,7 @@ class PersiaServiceCtx:
         embedding_parameter_server_port: int = 8888,
         nats_server_port: int = 4222,
         *,
-        start_deadline_s: float = 60.0,
+        start_deadline_s: float = 240.0,
     ) -> None:
         is_embedded = embedding_worker_replica_num == embedding_parameter_replica_num == 0
         least_servers = 0 if is_embedded else 1

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from persia import _native, observability, utils
 from persia.config import parse_embedding_config
@@ -26,6 +27,10 @@ from persia.testing import LocalCluster, LocalNats
 
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
 os.environ["PERSIA_JOB_SECRET"] = f"persia1.job.{secrets.token_hex(32)}"
+
+# Without it, an example may take 0.2 s, which a busy machine exceeds.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 # A shell that runs the tests in the background makes them, and every process they start, ignore Ctrl-C. Tests
 # send it; a handler here lets new processes start with the default.

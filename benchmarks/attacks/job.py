@@ -25,7 +25,7 @@ class AttackedJob:
         self.cluster = cluster
         self._trainer = trainer
         directory = Directory(cluster.session)
-        infos = {role: directory.probe(role, 0, 5.0) for role in self.roles}
+        infos = {role: directory.probe(role, 0, _START_S) for role in self.roles}
         assert None not in infos.values(), infos
         # "host:port" by name, RPC and HTTP.
         self.server = infos[EMBEDDING_PARAMETER_SERVER].address  # type: ignore[union-attr]

@@ -86,7 +86,7 @@ class LocalCluster:
         parameter_servers: int = 1,
         embedding_workers: int = 1,
         env: Mapping[str, str] | None = None,
-        start_deadline_s: float = 60.0,
+        start_deadline_s: float = 240.0,
     ) -> None:
         """`embedding_config` and `global_config` are files or their contents.
 

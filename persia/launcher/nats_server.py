@@ -25,7 +25,7 @@ NATS = "nats"
 _UNITS = {"": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
 _LARGEST_PAYLOAD_BYTES = 1 << 30
 _LOCAL_PAYLOAD_BYTES = 64 << 20
-_START_DEADLINE_S = 20.0
+_START_DEADLINE_S = 60.0
 # Clients log in with their first message, which takes a while on a machine that is busy.
 _LOGIN_DEADLINE_S = 10
 

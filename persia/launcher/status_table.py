@@ -87,7 +87,11 @@ class JobView:
             self.now = ask_processes(self._addresses)
             return
         # Without the broker there is no discovery, but the processes known before may well train on.
-        known = find_processes(self._session) if self._session.is_connected else [s.info for s in self.now]
+        if self._session.is_connected:
+            here = [place for place, status in self._before.items() if not status.gone]
+            known = find_processes(self._session, here)
+        else:
+            known = [status.info for status in self.now]
         self.now = with_gone(self._before, job_status(known))
 
     def _render(self) -> RenderableType:

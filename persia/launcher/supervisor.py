@@ -29,7 +29,8 @@ OutputSink = Callable[[str, str], None]  # (process name, line without its end)
 # Enough for a traceback; a process that runs for days must not fill the memory of its supervisor.
 _KEPT_LINES = 2000
 _MAX_LINE_BYTES = 64 << 10
-_OUTPUT_END_S = 1.0  # a grandchild may keep the pipe open after the process has ended
+# A grandchild may keep the pipe open after the process has ended; a busy machine may keep the reader waiting.
+_OUTPUT_END_S = 5.0
 _GRACE_S = 5.0
 _KILL_S = 60.0  # the kernel frees the memory of a large server
 # Not a session: Linux shares processors between sessions first, and within them by niceness (autogroup), so

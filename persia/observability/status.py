@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import ssl
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from persia.messaging.subjects import ROLES
 from persia.security import http_token
 from persia.security.tls import TlsFiles, job_tls
 
-_FIND_WINDOW_S = 0.4
+# The second one where a process is missing: on a busy machine some answer late.
+_FIND_WINDOWS_S = (0.4, 1.6)
 _FETCH_TIMEOUT_S = 3.0
 _COMMAND_TIMEOUT_S = 60.0  # the end of a recording brings all its spans
 _MAX_ANSWER_BYTES = 256 << 20
@@ -50,13 +52,23 @@ class ProcessStatus:
     gone: bool = False
 
 
-def find_processes(session: Session) -> list[ServiceInfo]:
-    """All processes of the job that answer now, in the order of the roles."""
+def find_processes(session: Session, known: Collection[tuple[str, int]] = ()) -> list[ServiceInfo]:
+    """All processes of the job that answer now, in the order of the roles.
+
+    `known`: role and index of those that answered before. It waits longer where one of them, or a replica, is
+    missing.
+    """
     directory = Directory(session)
+    processes: list[ServiceInfo] = []
     # Each question waits out its window, because the number of replicas is not known: all roles at once.
     with ThreadPoolExecutor(len(ROLES)) as pool:
-        found = pool.map(lambda role: directory.present(role, _FIND_WINDOW_S), ROLES)
-        return [info for infos in found for info in infos]
+        for window_s in _FIND_WINDOWS_S:
+            found = pool.map(functools.partial(directory.present, window_s=window_s), ROLES)
+            processes = [info for infos in found for info in infos]
+            here = {(info.role, info.index) for info in processes}
+            if here.issuperset(known) and not missing_replicas(processes):
+                break
+    return processes
 
 
 def job_status(processes: Iterable[ServiceInfo]) -> list[ProcessStatus]:

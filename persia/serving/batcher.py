@@ -158,13 +158,9 @@ class Batcher:
                 return
             wanted = [request for request in gathered if request.is_wanted()]
             if wanted:
-                self._count_running(len(wanted))
+                with self._changed:
+                    self._num_running += len(wanted)
                 self._answer(wanted)
-                self._count_running(-len(wanted))
-
-    def _count_running(self, change: int) -> None:
-        with self._changed:
-            self._num_running += change
 
     def _gather(self) -> list[_Request] | None:
         """Requests of one layout that fit one batch, the oldest first; None when it is closed and empty."""
@@ -208,8 +204,10 @@ class Batcher:
         started = time.monotonic()
         answers = predict_together(self._predict, [request.batch for request in requests])
         num_samples = sum(request.batch.batch_size for request in requests)
+        # Before the answers: who has the last of them sees no request running.
         with self._changed:
             self._times.add(num_samples, time.monotonic() - started)
+            self._num_running -= len(requests)
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, PersiaError):
                 request.future.set_exception(answer)

@@ -62,4 +62,4 @@ def collecting() -> Iterator[Collector]:
     try:
         yield collector
     finally:
-        server.stop(1).wait(5)
+        server.stop(1).wait(60)

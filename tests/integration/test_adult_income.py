@@ -59,7 +59,10 @@ def job_processes(output: Path) -> list[str]:
 @pytest.fixture
 def output(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
-    assert job_processes(tmp_path) == []
+    deadline = time.monotonic() + 60
+    while left := job_processes(tmp_path):  # one that was killed takes a moment to end
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
 
 
 def check_summary(output: Path) -> dict[str, Any]:
@@ -142,6 +145,6 @@ def test_an_interrupted_demo_leaves_nothing_running(output: Path) -> None:
             break
     time.sleep(1.0)  # Somewhere in the start of the others: any moment must do.
     demo.send_signal(signal.SIGINT)
-    _, errors = demo.communicate(timeout=60)
+    _, errors = demo.communicate(timeout=240)
     assert demo.returncode == 130
     assert "every process of the job has been stopped" in errors

@@ -153,7 +153,7 @@ def test_a_dump_that_is_ended_by_a_signal_is_taken_back(
         while not dumps.is_wanted and time.monotonic() < deadline:
             time.sleep(0.01)
         asking.terminate()
-        assert asking.wait(30) == 128 + signal.SIGTERM
+        assert asking.wait(120) == 128 + signal.SIGTERM
     dumps.serve()
     assert written == []
 

@@ -84,7 +84,7 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
     # Objects outlive the server, as they are in this process.
     urllib.request.urlopen(f"http://127.0.0.1:{server.port}/moto-api/reset", data=b"", timeout=10).close()
     server.shutdown()
-    thread.join(10)
+    thread.join(120)
     server.server_close()
     type(Location.of("s3://models").file_system).clear_instance_cache()
 

@@ -83,7 +83,8 @@ def job(nats_server: LocalNats, job_name: str, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PERSIA_NATS_URL", nats_server.url)
     monkeypatch.setenv("PERSIA_JOB_NAME", job_name)
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "1")
+    # Processes find each other within it, on a busy machine, too.
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
     env.reload_env()
 
 
@@ -92,21 +93,22 @@ def batch() -> PersiaBatch:
 
 
 @pytest.mark.usefixtures("job")
-def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for() -> None:
-    room_at = time.monotonic() + 2.0
-    full = [0]
+def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "5")
+    env.reload_env()
+    asked_at: list[float] = []
 
     def answer() -> ReplyStatus:
-        if time.monotonic() < room_at:
-            full[0] += 1
-            return ReplyStatus.FULL
-        return ReplyStatus.OK
+        asked_at.append(time.monotonic())
+        return ReplyStatus.FULL if asked_at[-1] < asked_at[0] + 6.0 else ReplyStatus.OK
 
     receivers = Receivers(answer)
     try:
         with DataCtx() as ctx:
             ctx.send_data(batch())
-        assert full[0] > 1
+        assert len(asked_at) > 2
         assert [(b.batch_id, b.reference) for b in receivers.batches] == [(0, 7)]
         assert [(end.num_batches, end.error) for end in receivers.ends] == [(1, None)]
     finally:
@@ -117,8 +119,6 @@ def test_a_receiver_that_is_full_for_longer_than_the_deadline_is_waited_for() ->
 def test_what_was_lost_with_a_connection_of_a_receiver_is_repeated_when_it_returns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "60")
-    env.reload_env()
     monkeypatch.setattr(send, "_REQUEST_TIMEOUT_S", 60.0)  # there is no second try after a time-out
     receivers = Receivers(lambda: ReplyStatus.OK, loses_first=True)
     try:
@@ -227,7 +227,7 @@ def test_a_context_without_with_ends_its_process_with_the_same_exit_code(
     try:
         done = subprocess.run(
             [sys.executable, "-c", WITHOUT_WITH, *arguments],
-            env=os.environ | {"PERSIA_DEADLINE_SEC": "60"},
+            env=os.environ,
             capture_output=True,
             text=True,
             timeout=280,
@@ -241,10 +241,12 @@ def test_a_context_without_with_ends_its_process_with_the_same_exit_code(
 
 
 @pytest.mark.usefixtures("job")
-def test_a_receiver_that_does_not_answer_is_named() -> None:
+def test_a_receiver_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "5")
+    env.reload_env()
     receivers = Receivers(lambda: ReplyStatus.OK)
     ctx = DataCtx()
     receivers.close()
-    with pytest.raises(UnavailableError, match="embedding worker 0 did not answer in 1 s"):
+    with pytest.raises(UnavailableError, match="embedding worker 0 did not answer in 5 s"):
         ctx.send_data(batch())
     ctx.__exit__(None, None, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,10 @@ from persia.messaging.discovery import Advertiser, Directory, EventKind, Service
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import DATA_LOADER
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER as SERVER
+from persia.observability.status import find_processes
 from persia.testing import LocalNats
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def info(index: int, replicas: int, incarnation: int = 1, **more) -> ServiceInfo:
@@ -67,7 +69,9 @@ def test_giving_up_names_what_is_missing(make_session):
         directory.wait_for(SERVER, 0.2, expected=2)
     Advertiser(make_session("server"), info(1, 4)).start()
     with pytest.raises(DeadlineExceededError, match=f"{SERVER} 0, 2, 3 of 4 missing"):
-        directory.wait_for(SERVER, 0.2)
+        directory.wait_for(
+            SERVER, 3.0
+        )  # the one that has joined must answer meanwhile, on a busy machine, too
 
 
 def test_jobs_that_share_a_broker_do_not_meet(make_session, nats_server):
@@ -121,6 +125,24 @@ def test_of_two_that_start_at_once_at_one_index_at_most_one_is_accepted(make_ses
     for thread in threads:
         thread.join(DEADLINE_S)
     assert failures
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_process_that_answers_late_is_in_the_status(make_session, is_known):
+    # That replica 1 is missing, replica 0 tells; of the only one the status has told before.
+    others = [] if is_known else [info(0, 2)]
+    for other in others:
+        Advertiser(make_session("server 0"), other).start()
+    late, asked = make_session("late"), []
+    service = info(0, 1) if is_known else info(1, 2)
+
+    async def answer(_payload):
+        asked.append(True)
+        return service.encode() if len(asked) > 1 else None
+
+    late.respond(late.subjects.who(SERVER), answer)
+    known = [(SERVER, 0)] if is_known else []
+    assert find_processes(make_session("status"), known) == [*others, service]
 
 
 def test_a_caller_that_expects_something_else_is_told_both_values(make_session):
@@ -233,12 +255,14 @@ def test_what_a_service_says_of_another_role_is_ignored(make_session, log):
 
     session.respond(session.subjects.who(DATA_LOADER), answer)
     directory, events = Directory(make_session("caller")), Events()
-    assert directory.probe(DATA_LOADER, 0, 0.3) is None
+    deadline = time.monotonic() + DEADLINE_S
+    while "which answered for data-loader" not in log.text:  # a busy machine may be late with the answer
+        assert time.monotonic() < deadline
+        assert directory.probe(DATA_LOADER, 0, 0.3) is None
     directory.watch(DATA_LOADER, events)
     session.publish(session.subjects.advertise(DATA_LOADER), ServiceEvent(EventKind.JOINED, forged).encode())
     Advertiser(session, replace(forged, role=DATA_LOADER)).start()
     assert [event.info.role for event in events.wait_for(1)] == [DATA_LOADER]
-    assert "which answered for data-loader" in log.text
 
 
 def test_a_server_that_was_replaced_is_not_believed_when_it_returns(make_session):

@@ -40,7 +40,7 @@ class Everything:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Everything]:
     folder = tmp_path_factory.mktemp("everything")
-    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60", "PERSIA_WIRE_DTYPE": "bfloat16"}
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "240", "PERSIA_WIRE_DTYPE": "bfloat16"}
     server = {"capacity": CAPACITY, "num_hashmap_internal_shards": 2}
     with LocalCluster(
         embedding_config=JOBS / "everything_slots.yml",
@@ -64,10 +64,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Everything]:
             return sum(process.output.count(text) for process in processes) == 2
 
         wait_until(lambda: printed(f"sent {NUM_BATCHES} batches", *loaders), "loaders have sent all")
-        sent = Pages(cluster)
+        sent = Pages(cluster, 9)
         (folder / "leave loaders").touch()
         wait_until(lambda: printed("rank done.", ranks), "ranks have trained all")
-        ended = Pages(cluster)
+        ended = Pages(cluster, 7, without=DATA_LOADER)
         (folder / "leave ranks").touch()
         assert [cluster.wait(process) for process in (ranks, *loaders)] == [0, 0, 0], ranks.output
         reports = [json.loads((folder / f"report.rank{rank}.json").read_text()) for rank in range(2)]

@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks.chaos.job import trained_by
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
-from persia.observability.status import find_processes, job_status
+from persia.observability.status import job_status
 from persia.testing import LocalCluster
 
 from .conftest import EMBEDDING_CONFIG, JOBS
-from .watching import get
+from .watching import all_processes, get
 
 
 def await_output(process: Any, text: str, timeout_s: float = 240.0) -> None:
@@ -114,7 +114,7 @@ def test_sigterm_does_not_wait_for_a_dead_worker(start_job: Any) -> None:
 
 @pytest.mark.parametrize("role", ["embedding-parameter-server", "embedding-worker"])
 def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
-    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "30"})
+    job = start_job(loaders=[["--batches", "100000"]], env={"PERSIA_DEADLINE_SEC": "60"})
     await_output(job.nn_worker, "batch 20")
     job.cluster.kill(f"{role}-0")
     assert job.finish_nn_worker() != 0
@@ -149,7 +149,8 @@ def test_batches_of_the_only_worker_continue_on_its_successor(start_job: Any, tm
     job = start_job(*gate, loaders=[["--batches", "300"]])
     await_output(job.nn_worker, "batch 50")
     job.cluster.restart("embedding-worker-0")
-    restarts = {status.info.role: status for status in job_status(find_processes(job.cluster.session))}
+    processes = all_processes(job.cluster, 4)
+    restarts = {status.info.role: status for status in job_status(processes)}
     assert restarts[EMBEDDING_PARAMETER_SERVER].values["restarts"] == 0
     worker = restarts[EMBEDDING_WORKER]
     assert worker.values["restarts"] == 1
@@ -180,7 +181,7 @@ def test_lost_rows_end_the_training_and_keep_the_checkpoint(start_job: Any, tmp_
 
 def test_lost_rows_roll_the_job_back(tmp_path: Path) -> None:
     """To its last checkpoint, by whatever starts ranks and data loaders again."""
-    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60"}
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "120"}
     with LocalCluster(embedding_config=EMBEDDING_CONFIG, env=env) as cluster:
 
         def start() -> tuple[Any, Any]:

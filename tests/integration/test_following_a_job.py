@@ -85,7 +85,7 @@ def wait_until(condition: Callable[[], bool], what: Callable[[], Any]) -> None:
 
 def ask(url: str) -> Any:
     return urllib.request.urlopen(
-        urllib.request.Request(url, headers={"Authorization": f"Bearer {http_token()}"}), timeout=10
+        urllib.request.Request(url, headers={"Authorization": f"Bearer {http_token()}"}), timeout=60
     )
 
 
@@ -120,7 +120,7 @@ def test_a_server_killed_while_it_follows_starts_where_training_is(tmp_path: Pat
             number = int(version.rpartition("/")[2]) - first + 1
             assert value == 2.0 * number**2, "each answer is of one packet, rows and model"
         served.process.send_signal(signal.SIGKILL)
-        served.process.wait(20)
+        served.process.wait(120)
     finally:
         served.stop()
     trainer.trained(8)

@@ -98,7 +98,7 @@ def test_bug_19_functions_as_processes_configured_by_files(tmp_path: Path) -> No
         nproc_per_node=2,
         embedding_parameter_replica_num=2,
     ) as service:
-        service.wait(120.0)
+        service.wait(240.0)
     trained = [json.loads((tmp_path / f"trained.{rank}").read_text()) for rank in range(2)]
     assert trained == [NUM_BATCHES, NUM_BATCHES]
 
@@ -109,15 +109,18 @@ def fail() -> None:
 
 @pytest.mark.parametrize("failing", ["data_loader_func", "nn_worker_func"])
 def test_error_of_a_function_ends_the_block(failing: str) -> None:
+    has_slept = False
+
     def block() -> None:
+        nonlocal has_slept
         with ensure_persia_service(embedding_config=SLOTS, **{failing: fail}):
-            time.sleep(100)
+            time.sleep(200)
+            has_slept = True
 
     name = {"data_loader_func": "data-loader-0", "nn_worker_func": "nn-worker"}[failing]
-    started = time.monotonic()
     with pytest.raises(UnavailableError, match=f"(?s){name} ended with exit code 1:.*row 17"):
         block()
-    assert time.monotonic() - started < 60
+    assert not has_slept
 
 
 def load_what_is_broken() -> None:
@@ -152,7 +155,7 @@ def test_bug_19_server_that_dies_ends_the_block() -> None:
     def block() -> None:
         with PersiaServiceCtx(embedding_config=SLOTS) as service:
             service._cluster.kill("embedding-worker-0")
-            time.sleep(100)
+            time.sleep(200)
 
     with pytest.raises(UnavailableError, match=r"embedding-worker-0 ended with exit code -9"):
         block()
@@ -170,7 +173,7 @@ def test_off_the_main_thread_the_failure_comes_at_the_end() -> None:
 
     thread = threading.Thread(target=block)
     thread.start()
-    thread.join(60)
+    thread.join(240)
     assert "row 17" in str(errors[0])
 
 

@@ -74,7 +74,7 @@ def served() -> Iterator[Served]:
             )
         patch.undo()
         env.reload_env()
-        workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 10.0)
+        workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 60.0)
         yield Served([worker.address for worker in workers], rows)
 
 
@@ -88,7 +88,7 @@ def embeddings(ctx: InferCtx, data: bytes) -> np.ndarray[Any, Any]:
 
 def test_bug_4_inference_needs_neither_broker_nor_with(served: Served) -> None:
     ctx = InferCtx(served.addresses)
-    ctx.wait_for_serving(20.0)
+    ctx.wait_for_serving(120.0)
     sizes = ctx.get_embedding_size()
     for _ in range(3):  # lookups take turns
         np.testing.assert_array_equal(embeddings(ctx, batch().to_bytes()), served.rows)
@@ -107,12 +107,12 @@ def test_inference_changes_nothing(served: Served) -> None:
 
 
 def test_worker_that_does_not_serve_is_named(served: Served) -> None:
-    match = r"at 127\.0\.0\.1:9 does not serve after 0\.5 s"
+    match = r"at 127\.0\.0\.1:9 does not serve after 5 s"
     with (
         InferCtx([served.addresses[0], "127.0.0.1:9"]) as ctx,
         pytest.raises(DeadlineExceededError, match=match),
     ):
-        ctx.wait_for_serving(0.5)
+        ctx.wait_for_serving(5.0)
 
 
 def test_lookups_pass_by_a_worker_that_is_down(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

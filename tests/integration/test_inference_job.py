@@ -153,7 +153,7 @@ def test_a_server_that_dies_is_named_and_misses_are_counted(
     missed = [float(re.findall(r"^index_miss_count\{.*\} (\S+)$", page, re.MULTILINE)[0]) for page in pages]
     assert sum(missed) == NUM_IDS
     servers[1].kill()
-    servers[1].wait(20)
+    servers[1].wait(120)
     with pytest.raises(
         (UnavailableError, DeadlineExceededError), match=f"parameter-server 1 at 127.0.0.1:{ports[1]}"
     ):

@@ -13,7 +13,7 @@ import pytest
 
 from persia.testing import LocalNats
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 def is_alive(pid: int) -> bool:
@@ -71,17 +71,22 @@ from persia import env
 from persia.messaging.discovery import Directory
 from persia.messaging.session import NatsSession
 session = NatsSession(env.get_nats_url(), env.get_job_name(), name="script")
-session.connect(60)
+session.connect(100)
 directory = Directory(session)
-(server, *_) = directory.wait_for("embedding-parameter-server", 60)
-directory.wait_for("embedding-worker", 60)
+(server, *_) = directory.wait_for("embedding-parameter-server", 100)
+directory.wait_for("embedding-worker", 100)
 session.close()
 """
 
 
 def test_a_job_that_succeeds(job):
-    job.write("train.py", AWAIT_SERVERS + "import sys; print('trains with', sys.argv[1:])")
-    job.write("loader.py", "import sys; print('loads', os.environ['REPLICA_INDEX'], sys.argv[1:])")
+    marker = str(job.folder / "loaded-")  # a rank that ends ends the loaders, too
+    await_loaders = (
+        f"import time\nwhile not all(os.path.exists({marker!r} + i) for i in '01'): time.sleep(0.01)\n"
+    )
+    job.write("train.py", AWAIT_SERVERS + await_loaders + "print('trains with', sys.argv[1:])")
+    loads = "print('loads', os.environ['REPLICA_INDEX'], sys.argv[1:], flush=True)\n"
+    job.write("loader.py", loads + f"open({marker!r} + os.environ['REPLICA_INDEX'], 'w').close()")
     sizes = ("--parameter-servers", "2", "--embedding-workers", "2", "--data-loaders", "2")
     code, output = job.run(*sizes, "--loader-args", "-v 'a b'", script_arguments=("--lr", "1"))
     assert code == 0, output

@@ -22,6 +22,7 @@ from persia.launcher.nats_server import find_nats_server
 from persia.messaging.session import NatsSession
 from persia.security import certificates
 from persia.security.tls import TlsFiles
+from tests.ports import free_port
 
 DEADLINE_S = 120.0
 
@@ -140,8 +141,7 @@ def test_new_certificates_without_a_restart(folder: Path, job_name: str) -> None
 
 
 def test_the_broker_of_a_procfile(folder: Path, job_name: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "persia.launcher", "nats-server", "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:

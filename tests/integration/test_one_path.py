@@ -23,7 +23,7 @@ import atexit, json, os, sys, threading, time
 
 PACKAGE = {package!r}
 FIRST = {{("pipeline/send.py", "send"), ("pipeline/send.py", "__call__"), ("pipeline/receive.py", "offer")}}
-local, all_counts, begun = threading.local(), [], []
+local, all_counts, begun, lock = threading.local(), [], [], threading.Lock()
 
 def profile(frame, event, argument):
     code = frame.f_code
@@ -46,9 +46,10 @@ def write():
             total[key] = total.get(key, 0) + count
     if total:
         name = os.path.join({output!r}, str(os.getpid()))
-        with open(name, "w") as file:
-            json.dump([[*key, count] for key, count in total.items()], file)
-        os.replace(name, name + ".json")
+        with lock:  # the end of the process may come while the thread writes
+            with open(name, "w") as file:
+                json.dump([[*key, count] for key, count in total.items()], file)
+            os.replace(name, name + ".json")
 
 def keep_writing():  # servers may be killed before their exit
     while True:

@@ -9,12 +9,11 @@ import sys
 import pytest
 
 from persia.messaging.subjects import DATA_LOADER, EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
-from persia.observability.status import find_processes
 from persia.testing import LocalCluster
 from tests.ports import free_port
 
 from .conftest import EMBEDDING_CONFIG, JOBS
-from .watching import get, wait_until
+from .watching import all_processes, get, wait_until
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="pip install 'persia[otel]'")
 
@@ -28,7 +27,7 @@ ROLES = {EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER, DATA_LOADER}
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
     """(collector, /metrics of each role) after all have exported for some seconds."""
-    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "60", "PERSIA_OTLP_TRACE_ONE_IN": str(ONE_IN)}
+    env = {"OMP_NUM_THREADS": "1", "PERSIA_DEADLINE_SEC": "240", "PERSIA_OTLP_TRACE_ONE_IN": str(ONE_IN)}
     with collecting() as collector:
         env["PERSIA_OTLP_ENDPOINT"] = collector.endpoint
         with LocalCluster(
@@ -47,7 +46,7 @@ def watched(tmp_path_factory):
                 ),
                 "exports of all roles",
             )
-            infos = {info.role: info for info in find_processes(cluster.session)}
+            infos = {info.role: info for info in all_processes(cluster, 5)}
             pages = {role: get(f"http://{info.status_address}/metrics") for role, info in infos.items()}
         yield collector, pages
 

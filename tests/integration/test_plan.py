@@ -17,8 +17,10 @@ from persia.embedding.optim import Adagrad
 from persia.launcher import cli
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
-from persia.observability.status import find_processes, job_status
+from persia.observability.status import job_status
 from persia.testing import LocalCluster
+
+from .watching import all_processes
 
 DIM, SERVERS = 16, 2
 HOSTS = {
@@ -52,7 +54,7 @@ def trained(cluster: LocalCluster) -> tuple[dict[str, float], float, float]:
 
 def counted(cluster: LocalCluster) -> dict[str, float]:
     counts: dict[str, float] = {}
-    for status in job_status(find_processes(cluster.session)):
+    for status in job_status(all_processes(cluster, SERVERS + 1)):
         assert status.values is not None, status.error
         stats = status.values["stats"]
         for way in ("received", "sent"):

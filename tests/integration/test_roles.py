@@ -23,7 +23,7 @@ from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.testing import LocalCluster
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 EMBEDDING_CONFIG = {"slots_config": {"user": {"dim": 8}}}
 
 
@@ -75,6 +75,14 @@ def read_until(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError("".join(seen))
 
 
+def await_log(cluster: LocalCluster, name: str, text: str) -> None:
+    """What a process has written is read by a thread of this one."""
+    deadline = time.monotonic() + DEADLINE_S
+    while text not in cluster.logs(name):
+        assert time.monotonic() < deadline, cluster.logs(name)
+        time.sleep(0.05)
+
+
 def test_servers_announce_themselves_and_stop_cleanly(local_cluster):
     cluster = local_cluster(embedding_config=EMBEDDING_CONFIG, parameter_servers=2, embedding_workers=2)
     directory = Directory(cluster.session)
@@ -84,7 +92,7 @@ def test_servers_announce_themselves_and_stop_cleanly(local_cluster):
     assert len({service.schema for service in servers + workers}) == 1
     for name in ("embedding-worker-1", "embedding-worker-0", "embedding-parameter-server-0"):
         assert cluster.stop(name) == 0, cluster.logs(name)
-        assert "stopped" in cluster.logs(name)
+        await_log(cluster, name, "stopped")
     assert directory.probe(EMBEDDING_WORKER, 0, 0.2) is None
     assert directory.probe(EMBEDDING_PARAMETER_SERVER, 1, DEADLINE_S) == servers[1]
 
@@ -144,7 +152,7 @@ def test_a_worker_follows_a_restarted_parameter_server(local_cluster):
     assert new.incarnation != old.incarnation
     # Initial values depend on the sign and the seed only: the successor makes the same rows.
     np.testing.assert_array_equal(lookup(), before)
-    assert "has restarted" in cluster.logs("embedding-worker-0")
+    await_log(cluster, "embedding-worker-0", "has restarted")
 
 
 def test_a_restarted_broker_does_not_disturb_the_servers(local_cluster):
@@ -197,7 +205,7 @@ def test_a_worker_stops_while_calls_to_a_dead_parameter_server_are_pending(local
 
     def look_up() -> None:  # again and again at the worker's successor, of which there is none
         with contextlib.suppress(UnavailableError, DeadlineExceededError):
-            client.lookup_direct(0, id_features([1]), requires_grad=True, timeout_s=15)
+            client.lookup_direct(0, id_features([1]), requires_grad=True, timeout_s=30)
 
     calls = threading.Thread(target=look_up)
     calls.start()

@@ -126,7 +126,7 @@ class Served:
         self.client.close()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(20)
+        return self.process.wait(120)
 
 
 def tensor(message: bytes, datatype: str = "BYTES", shape: tuple[int, ...] = (1,)) -> Any:
@@ -190,7 +190,7 @@ def test_predictions_metadata_and_health(start: Any, tmp_path: Path, config: str
     with grpc.insecure_channel(served.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for service in ("", "m", "inference.GRPCInferenceService"):
-            reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=10)
+            reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=60)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
     assert served.stop() == 0
 
@@ -313,7 +313,7 @@ def test_features_are_matched_by_name(start: Any, tmp_path: Path) -> None:
 def served_down(address: str) -> str:
     client = triton.InferenceServerClient(address)
     with pytest.raises(triton.InferenceServerException) as caught:
-        client.infer("m", [tensor(b"")], client_timeout=5)
+        client.infer("m", [tensor(b"")], client_timeout=60)
     client.close()
     return str(caught.value)
 
@@ -336,7 +336,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(120)
 
     def _run(self) -> None:
         client = triton.InferenceServerClient(self._address)
@@ -422,23 +422,21 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, config: 
 def lookups_pass_by_a_dead_worker(addresses: list[str]) -> None:
     """The first worker is dead, the second is not."""
     ids = PersiaBatch.from_bytes(make_batch([20])).encode_id_features()
-    # Best of a few: the machine may be busy, but a retry until the time-out always takes a second.
-    took_s = []
-    for _ in range(3):
-        rows = RemoteRows(addresses, deadline_s=30)
+    rows = RemoteRows(addresses, deadline_s=240)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("persia.job.inference._TRY_S", 240.0)  # a retry until the time-out takes as long
         started = time.monotonic()
         rows.lookup(ids)
-        took_s.append(time.monotonic() - started)
-    assert min(took_s) < 0.7, "a refused connection fails at once"
+        assert time.monotonic() - started < 120, "a refused connection fails at once"
     dead = rows._workers[0]
     asked: list[str] = []
     dead.client = Counting(dead.client, asked)
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
+    least, most = time.monotonic() + 3, time.monotonic() + START_S
+    while time.monotonic() < least or "sizes" not in asked:
+        assert time.monotonic() < most, "the probe asks"
         rows.lookup(ids)
         time.sleep(0.05)
     assert "lookup_direct" not in asked, "no request finds out whether the worker is back"
-    assert "sizes" in asked, "the probe does"
 
 
 class Counting:
@@ -459,7 +457,7 @@ def test_rows_of_servers_and_workers_that_die(start: Any, tmp_path: Path) -> Non
             patch.setenv(name, cluster.env[name])
         env.reload_env()
         dump(tmp_path / "model", factor=1.0, step=1)
-        workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 10.0)
+        workers = Directory(cluster.session).wait_for(EMBEDDING_WORKER, START_S)
         patch.undo()
         env.reload_env()
         addresses = [argument for w in workers for argument in ("--embedding-worker", w.address)]

@@ -124,7 +124,7 @@ def test_auc_through_the_server_equals_the_one_in_training(trained: Trained, tmp
                 assert float(printed.split()[2]) == pytest.approx(trained.auc, abs=1e-6), order
         finally:
             server.terminate()
-            server.wait(20)
+            server.wait(120)
 
 
 def test_auc_through_torchserve_equals_the_one_in_training(trained: Trained, tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def as_json(name: str, array: np.ndarray[Any, Any]) -> dict[str, Any]:
 def post(
     served: Served, body: bytes, path: str = "/v2/models/m/infer", **headers: str
 ) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection(served.http, timeout=30)  # type: ignore[attr-defined]
+    connection = http.client.HTTPConnection(served.http, timeout=240)  # type: ignore[attr-defined]
     try:
         connection.request("POST", path, body, headers)
         answer = connection.getresponse()
@@ -157,7 +157,7 @@ def test_plain_grpc_with_typed_contents_and_strings(served: Served) -> None:
             )
         for name, given in strings.items():
             request.inputs.add(name=name, datatype="BYTES", shape=[2]).contents.bytes_contents.extend(given)
-        reply = call(request, timeout=30)
+        reply = call(request, timeout=240)
     assert reply.id == "7"
     # The hashes are those of training: the same IDs sent as numbers get the same answer, rows or not.
     ids = {name: hash_strings(given) for name, given in strings.items()}
@@ -190,7 +190,7 @@ def test_reflection_tells_the_services_and_their_messages(served: Served) -> Non
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol="inference.GRPCInferenceService"),
         ]
-        services, described = stub.ServerReflectionInfo(iter(requests), timeout=30)
+        services, described = stub.ServerReflectionInfo(iter(requests), timeout=240)
     names = {service.name for service in services.list_services_response.service}
     assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= names
     (content,) = described.file_descriptor_response.file_descriptor_proto
@@ -225,7 +225,7 @@ def test_metadata_statistics_and_index(served: Served) -> None:
 
 
 def curl(*arguments: str) -> Any:
-    done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, check=True, timeout=60)
+    done = subprocess.run(["curl", "-sS", *arguments], capture_output=True, check=True, timeout=240)
     return json.loads(done.stdout)
 
 

@@ -47,7 +47,7 @@ def test_default_rows_answer_while_a_parameter_server_is_down(
                 patch.setenv(name, cluster.env[name])
             env.reload_env()
             dump(tmp_path / "model", factor=1.0, step=1)
-            (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 10.0)
+            (worker,) = Directory(cluster.session).wait_for(EMBEDDING_WORKER, 60.0)
         env.reload_env()
         http_port, metrics_port = free_port(), free_port()
         served = start(

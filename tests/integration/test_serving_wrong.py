@@ -46,7 +46,7 @@ def ask(served: Served) -> Iterator[Ask]:
 
         def call(content: bytes) -> tuple[grpc.StatusCode, str]:
             try:
-                infer(content, timeout=10)
+                infer(content, timeout=240)
             except grpc.RpcError as failure:
                 return failure.code(), failure.details()
             return grpc.StatusCode.OK, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from dataclasses import replace
@@ -66,9 +67,10 @@ def freeze(process: Any) -> None:
     process.send_signal(signal.SIGSTOP)
     for _ in Attempts(60):
         threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
-        # The state follows the name, which may hold spaces.
-        if all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads):
-            return
+        with contextlib.suppress(OSError):  # of a thread that has ended meanwhile
+            # The state follows the name, which may hold spaces.
+            if all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads):
+                return
     raise AssertionError(f"{process} does not stop")
 
 

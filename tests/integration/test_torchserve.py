@@ -86,7 +86,7 @@ def ask(server: TorchServe, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
         def predict(batch: bytes, model: str = "m", version: str = "", key: str = "batch") -> Any:
             request = messages.PredictionsRequest(model_name=model, model_version=version, input={key: batch})
-            return json.loads(service.Predictions(request, timeout=30).prediction)
+            return json.loads(service.Predictions(request, timeout=240).prediction)
 
         yield predict
 

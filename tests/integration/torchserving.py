@@ -117,7 +117,7 @@ def torchserve(folder: Path) -> Iterator[TorchServe]:
             timeout=90,
             capture_output=True,
         )
-        process.wait(30)
+        process.wait(120)
 
 
 def _wait(server: TorchServe, process: subprocess.Popen[bytes]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from persia.messaging.discovery import ServiceInfo
 from persia.observability.status import find_processes
 from persia.security import http_token
 from persia.testing import LocalCluster
@@ -71,12 +72,23 @@ def running(command: list[str], ready_url: str, log: Path) -> Iterator[None]:
             process.kill()
 
 
+def all_processes(cluster: LocalCluster, number: int, without: str = "") -> list[ServiceInfo]:
+    """So many: on a busy machine some may answer late. `without`: a role that is left out."""
+
+    def found() -> list[ServiceInfo] | None:
+        processes = [info for info in find_processes(cluster.session) if info.role != without]
+        return processes if len(processes) == number else None
+
+    processes: list[ServiceInfo] = wait_until(found, f"{number} processes")
+    return processes
+
+
 class Pages:
     """The /metrics pages of all processes of a job, as they are now."""
 
-    def __init__(self, cluster: LocalCluster) -> None:
+    def __init__(self, cluster: LocalCluster, number: int, without: str = "") -> None:
         self._texts: dict[str, list[str]] = {}
-        for info in find_processes(cluster.session):
+        for info in all_processes(cluster, number, without):
             page = get(f"http://{info.status_address}/metrics")
             self._texts.setdefault(info.role, []).append(page)
 

@@ -147,7 +147,7 @@ class Namespace:
         def message() -> str | None:
             return next((text for found, text in self.events(job) if found == reason), None)
 
-        return str(wait_until(message, 20, f"event {reason} of {job}; there are {self.events(job)}"))
+        return str(wait_until(message, 120, f"event {reason} of {job}; there are {self.events(job)}"))
 
 
 class OperatorProcess:
@@ -168,7 +168,7 @@ class OperatorProcess:
     def stop(self, number: int = signal.SIGTERM) -> None:
         self._process.send_signal(number)
         try:
-            self._process.wait(40)
+            self._process.wait(120)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -183,6 +183,10 @@ class OperatorProcess:
     @property
     def log(self) -> str:
         return self._log.read_text()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def is_running(self) -> bool:

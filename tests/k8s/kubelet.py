@@ -152,7 +152,7 @@ class FakeKubelet:
 
     def __exit__(self, *_exc_info: object) -> None:
         self._stop.set()
-        self._thread.join(20)
+        self._thread.join(120)
         for pod in self._pods.values():
             pod.process.terminate()  # all together, and then each
         for pod in self._pods.values():

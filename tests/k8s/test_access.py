@@ -101,7 +101,7 @@ def write_certificate(folder: Path, name: str) -> None:
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     names = ["-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
-    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=60)
+    subprocess.run([*make, *names, *files], check=True, capture_output=True, timeout=240)
 
 
 def test_a_replaced_certificate_is_used_without_a_restart(
@@ -178,7 +178,7 @@ def test_an_encrypted_key_is_refused_without_a_question(tmp_path: Path) -> None:
     write_certificate(tmp_path, "first")
     encrypt = ["openssl", "ec", "-aes128", "-passout", "pass:secret"]
     files = ["-in", str(tmp_path / "tls.key"), "-out", str(tmp_path / "tls.key.new")]
-    subprocess.run([*encrypt, *files], check=True, capture_output=True, timeout=60)
+    subprocess.run([*encrypt, *files], check=True, capture_output=True, timeout=240)
     (tmp_path / "tls.key.new").replace(tmp_path / "tls.key")
     with pytest.raises(PersiaK8sError, match="the key is encrypted"):
         tls_context(tmp_path)

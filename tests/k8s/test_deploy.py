@@ -166,7 +166,7 @@ def test_the_deployed_operator_command_runs_and_answers_its_probe(
         wait_until(is_alive, 30, "the probe succeeds")
     finally:
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
 
 
 def test_an_operator_of_one_namespace_needs_rights_in_that_one_only(

@@ -27,7 +27,7 @@ from kubelet import Container, FakeKubelet, LocalProcess
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "adult_income"
 JOBS = Path(__file__).with_name("jobs")
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 _OF_ONE_PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE")
 
 

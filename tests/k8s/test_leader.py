@@ -22,6 +22,7 @@ from persia_k8s import leader
 from tests.ports import free_port
 
 LEASE = "persia-system/persia-operator"
+PATH = "/apis/coordination.k8s.io/v1/namespaces/persia-system/leases/persia-operator"
 
 
 @pytest.fixture
@@ -48,14 +49,15 @@ def pair(control_plane: ControlPlane, kube: Kube, tmp_path: Path) -> Iterator[li
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_the_second_operator_takes_over(
-    namespace: Namespace, pair: list[OperatorProcess], number: signal.Signals
+    kube: Kube, namespace: Namespace, pair: list[OperatorProcess], number: signal.Signals
 ) -> None:
     first, second = pair
     first.stop(number)
     # After the end of the lease, which is 15 s; at once where the holder has released it.
-    wait_until(
-        lambda: "lease acquired" in second.log, 12 if number == signal.SIGTERM else 60, "it takes over"
-    )
+    if number == signal.SIGTERM:
+        holder = kube.get(PATH)[1]["spec"]["holderIdentity"]
+        assert not holder.endswith(f"_{first.pid}"), "it is released"
+    wait_until(lambda: "lease acquired" in second.log, 120, "it takes over")
     namespace.apply(job_manifest())
     namespace.await_(lambda: len(namespace.list("pods")) == 3, "it works")
     assert "forbidden" not in second.log.lower(), second.log
@@ -63,15 +65,14 @@ def test_the_second_operator_takes_over(
 
 def test_an_operator_that_cannot_renew_its_lease_ends(kube: Kube, pair: list[OperatorProcess]) -> None:
     """So that it never works beside the one that has taken the lease."""
-    path = "/apis/coordination.k8s.io/v1/namespaces/persia-system/leases/persia-operator"
     first, _ = pair
 
     def is_taken() -> bool:
-        return kube.merge(path, {"spec": {"holderIdentity": "another"}})[0] == 200 and not first.is_running
+        return kube.merge(PATH, {"spec": {"holderIdentity": "another"}})[0] == 200 and not first.is_running
 
     wait_until(is_taken, 60, "the first operator ends")
     assert "is lost" in first.log
-    kube.request("DELETE", path)
+    kube.request("DELETE", PATH)
 
 
 def test_an_operator_whose_request_hangs_ends_before_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,7 @@ def test_a_job_runs_from_creation_to_success(
         lambda: not any(namespace.list(k) for k in ("statefulsets", "services", "poddisruptionbudgets")),
         "objects are gone",
     )
+    namespace.await_event("job", "Succeeded")
     assert {reason for reason, _ in namespace.events("job")} == {"Started", "Succeeded"}
 
 
@@ -115,7 +116,7 @@ def test_the_end_of_a_pod_is_seen_at_once(
     namespace.await_phase("job", "Running")
     time.sleep(1.5)  # by now it waits: without a watch of pods, it would look again ten seconds later
     kubelet.finish("job-nn-worker-0")
-    namespace.await_phase("job", "Succeeded", seconds=5)
+    namespace.await_phase("job", "Succeeded", seconds=7)
 
 
 def test_a_deleted_rank_is_a_failed_one(

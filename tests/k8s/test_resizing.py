@@ -128,7 +128,7 @@ def test_an_autoscaler_sets_the_number_of_stateless_servers(
         return (counts["replicas"], counts["ready"]) == (2, 2)
 
     # It learns of new resources every 30 s.
-    namespace.await_(is_scaled, "as many as it wants at least", seconds=90)
+    namespace.await_(is_scaled, "as many as it wants at least", seconds=240)
 
     def why_it_cannot_measure() -> str | None:
         notes = namespace.kube.get(path)[1]["metadata"].get("annotations", {})

@@ -38,7 +38,7 @@ class Service:
             self._url + path,
             body=body if isinstance(body, (bytes, type(None))) else json.dumps(body),
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            timeout=20,
+            timeout=240,
             retries=False,
         )
         return response.status, json.loads(response.data)
@@ -61,11 +61,11 @@ def service(
             stderr=subprocess.STDOUT,
         )
     try:
-        url = wait_until(lambda: _url(process, log), 20, "the service is up")
+        url = wait_until(lambda: _url(process, log), 120, "the service is up")
         yield Service(url)
     finally:
         process.terminate()
-        assert process.wait(20) == 0, log.read_text()
+        assert process.wait(120) == 0, log.read_text()
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str | None:

@@ -34,7 +34,7 @@ def old_sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"the history has no commit {OLD}: a shallow clone, or no clone at all")
     folder = tmp_path_factory.mktemp("old")
     # By the program: before Python 3.10.12 `tarfile` has no filter, and since 3.12 it warns without one.
-    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=60)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True, timeout=240)
     return folder / "k8s"
 
 

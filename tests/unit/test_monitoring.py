@@ -22,7 +22,7 @@ def promtool(*arguments: str) -> str:
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not installed: `./run extras` installs it")
-    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run([program, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -46,7 +46,7 @@ import persia._native as native
 native.set_identity("trainer", b"t" * 32, {})
 client = native.RemoteClient(1)
 client.set_worker(0, "127.0.0.1:" + sys.argv[1])
-client.sizes(timeout_s=1.0)
+client.sizes(timeout_s=5.0)
 """
 
 
@@ -73,7 +73,7 @@ class Server:
         return report
 
     def stop(self) -> None:
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ class Client:
     """One connection that proves its role."""
 
     def __init__(self, port: int, role: str, key: bytes | None = None) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=240)
         key = KEYS[role] if key is None else key
         hello = bytes([1, ROLES[role]]) + bytes(6) + os.urandom(32)
         status, challenge = self.call(AUTHENTICATE, hello)
@@ -143,10 +143,10 @@ def test_a_client_takes_little_from_a_server_that_has_proved_nothing() -> None:
         )
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(30)
+            connection.settimeout(240)
             connection.recv(HEADER.size)
             connection.sendall(HEADER.pack(MAGIC, VERSION, 2, AUTHENTICATE, 0, 0, 0, 0, 1 << 29))
-            _, errors = client.communicate(timeout=30)
+            _, errors = client.communicate(timeout=240)
     assert "a body of 536870912 bytes is above the limit of 4096" in errors
 
 

@@ -17,7 +17,9 @@ RUN = Path(__file__).resolve().parents[2] / "run"
 
 
 def run(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([RUN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        [RUN, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def test_it_is_a_posix_script() -> None:
@@ -69,7 +71,7 @@ def kubebuilder(tmp_path: Path) -> Callable[[Path], subprocess.CompletedProcess[
         }
         command = [tmp_path / "run", "kubebuilder"]
         return subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=30, check=False
+            command, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
 
     return call
@@ -149,7 +151,7 @@ def call(tmp_path: Path, function: str, given: str = "") -> subprocess.Completed
     shutil.copy(RUN, tmp_path)
     command = ["sh", "-c", f"set -- help; . ./run >help; {function}"]
     return subprocess.run(
-        command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=30, check=False
+        command, cwd=tmp_path, input=given, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -257,7 +257,7 @@ TEST(Snapshot, TrainingWaitsForTheReader) {
   store::Lookup(*store, Range(0, 20'000), 16);
   const Rows before = RowsOf(*store);
   Snapshot::Options options;
-  options.rows = {.max_waiting_bytes = 200'000, .patience = std::chrono::milliseconds(60'000)};
+  options.rows = {.max_waiting_bytes = 200'000, .patience = std::chrono::milliseconds(300'000)};
   const auto snapshot = BeginSnapshot(*store, options);
   std::thread trainer([&] {
     for (uint64_t i = 0; i < 20'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
@@ -284,7 +284,7 @@ TEST(Snapshot, EndsWithAWriterThatGivesWayOnABusyMachine) {
     });
   }
   Snapshot::Options options{.num_parts = 2};
-  options.rows = {.max_waiting_bytes = 160'000, .patience = std::chrono::milliseconds(60'000)};
+  options.rows = {.max_waiting_bytes = 160'000, .patience = std::chrono::milliseconds(300'000)};
   const auto snapshot = BeginSnapshot(*store, options);
   std::thread trainer([&] {
     for (uint64_t i = 0; i < 8'000; i += 200) store::Lookup(*store, Range(i, i + 200), 16);
@@ -352,7 +352,7 @@ TEST(Snapshot, TrainingPassesAWriterThatStandsStill) {
       store::Lookup(*store, Range(0, 20'000), 16);
       has_trained.set_value();
     });
-    EXPECT_EQ(has_trained.get_future().wait_for(std::chrono::seconds(10)),
+    EXPECT_EQ(has_trained.get_future().wait_for(std::chrono::seconds(120)),
               std::future_status::ready);
     may_continue = true;
     trainer.join();

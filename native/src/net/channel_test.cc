@@ -37,13 +37,6 @@ std::future<Result> Async(Channel& channel, Segments segments, Clock::time_point
   return future;
 }
 
-// A port on which nobody listens.
-uint16_t ClosedPort() {
-  uint16_t port = 0;
-  EchoServer(&port)->Stop();
-  return port;
-}
-
 TEST(ChannelTest, EchoesBodiesOfAllSizes) {
   uint16_t port = 0;
   auto server = EchoServer(&port);
@@ -231,12 +224,14 @@ TEST(ChannelTest, SilentPeerIsDeadlineExceededAndTheConnectionStaysUsable) {
   std::atomic<int> num_calls{0};
   Server server(Server::Options{});
   server.Handle(kEcho, [&](const Buffer& request, const CallContext& context) {
-    if (num_calls++ == 0) released.wait_for(std::chrono::seconds(30));
+    if (num_calls++ == 1) released.wait_for(std::chrono::seconds(120));
     return Echo(request, context);
   });
   const uint16_t port = server.Start().value();
   Channel channel({.peer = "slow"});
   channel.SetAddress(Loopback(port));
+  // Connected, however long that takes: a peer that is not reached is another failure.
+  ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   const auto first = Pattern(100, 1);
   const Status status = channel.Call(kEcho, SegmentsOf(first), In(50)).status();
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
@@ -260,7 +255,7 @@ TEST(ChannelTest, RequestCutOffAtItsDeadlineIsNotReadAfterwards) {
     // Nobody reads until the call has failed and the body is gone.
     {
       const auto body = Pattern(kBodyBytes);
-      const Status status = channel.Call(kEcho, SegmentsOf(body), In(500)).status();
+      const Status status = channel.Call(kEcho, SegmentsOf(body), In(2000)).status();
       ASSERT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
     }
     Tcp::socket peer(io);
@@ -276,12 +271,14 @@ TEST(ChannelTest, RequestCutOffAtItsDeadlineIsNotReadAfterwards) {
 }
 
 TEST(ChannelTest, AbsentPeerIsUnavailableAndNamed) {
-  const uint16_t port = ClosedPort();
+  const ClosedPort port;
+  const std::string address = Loopback(port.number());
   Channel channel({.peer = "embedding-worker 0"});
-  channel.SetAddress(Loopback(port));
-  const Status status = channel.Call(kEcho, {}, In(200)).status();
+  channel.SetAddress(address);
+  const auto call = [&](auto deadline) { return channel.Call(kEcho, {}, deadline).status(); };
+  const Status status = FailureOf(call, "refused", 200);
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
-  EXPECT_EQ(status.message(), "embedding-worker 0 at " + Loopback(port) + ": Connection refused");
+  EXPECT_EQ(status.message(), "embedding-worker 0 at " + address + ": Connection refused");
 }
 
 TEST(ChannelTest, WithoutAddressOrWithABadOneIsUnavailableByTheDeadline) {
@@ -290,7 +287,8 @@ TEST(ChannelTest, WithoutAddressOrWithABadOneIsUnavailableByTheDeadline) {
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("not known yet"), std::string::npos) << status.message();
   channel.SetAddress("nonsense");
-  status = channel.Call(kEcho, {}, In(100)).status();
+  const auto call = [&](auto deadline) { return channel.Call(kEcho, {}, deadline).status(); };
+  status = FailureOf(call, "host:port", 100);
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("host:port"), std::string::npos) << status.message();
   EXPECT_EQ(channel.Call(kEcho, {}, Clock::now()).status().code(), StatusCode::kUnavailable);
@@ -315,21 +313,26 @@ TEST(ChannelTest, CallsWaitForTheFirstAddress) {
   EXPECT_TRUE(reply.get().ok());
 }
 
-// A first call that comes while the channel's own thread leaves the lead must not sleep until that
-// thread looks again, 50 to 100 ms later.
+// A first call that finds the channel's own thread in the lead, which leaves it then, must not
+// sleep until that thread looks again, 50 to 100 ms later. Beside it calls that come so early that
+// they lead themselves: a loaded machine holds up as many of them.
 TEST(ChannelTest, FirstCallTakesTheLeadThatTheThreadLeaves) {
   constexpr int kChannels = 60;
   uint16_t port = 0;
   auto server = EchoServer(&port);
-  int num_slow = 0;
-  for (int i = 0; i < kChannels; ++i) {
+  int num_slow = 0, num_slow_early = 0;
+  for (int i = 0; i < 2 * kChannels; ++i) {
+    const bool is_early = i % 2 == 0;
     Channel channel({.peer = "echo"});
     channel.SetAddress(Loopback(port));
+    if (!is_early) std::this_thread::sleep_for(std::chrono::milliseconds(5));
     const auto begin = Clock::now();
     ASSERT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
-    if (Clock::now() - begin > std::chrono::milliseconds(49)) ++num_slow;
+    if (Clock::now() - begin > std::chrono::milliseconds(49)) {
+      ++(is_early ? num_slow_early : num_slow);
+    }
   }
-  EXPECT_LE(num_slow, kChannels / 20);  // those that a loaded machine holds up
+  EXPECT_LE(num_slow, num_slow_early + kChannels / 4);
 }
 
 TEST(ChannelTest, PeerRestartsElsewhereAndNoCallIsLost) {
@@ -393,7 +396,8 @@ TEST(ChannelTest, UnavailableAnswersAreRepeated) {
   EXPECT_TRUE(channel.Call(kEcho, {}, Soon()).ok());
   EXPECT_EQ(num_calls, 4);
   num_calls = -1'000'000;
-  const Status status = channel.Call(kEcho, {}, In(100)).status();
+  const auto call = [&](auto deadline) { return channel.Call(kEcho, {}, deadline).status(); };
+  const Status status = FailureOf(call, "loading", 100);
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
 }
@@ -403,13 +407,13 @@ TEST(ChannelTest, TheReasonOfARefusalOutlivesASilentRepetition) {
   std::promise<void> done;
   Server server(Server::Options{});
   server.Handle(kEcho, [&, ended = done.get_future().share()](const Buffer&, const CallContext&) {
-    if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(30));
+    if (num_calls++ > 0) ended.wait_for(std::chrono::seconds(120));
     return StatusOr<Segments>(Unavailable("loading"));
   });
   const uint16_t port = server.Start().value();
   Channel channel({.peer = "busy"});
   channel.SetAddress(Loopback(port));
-  const Status status = channel.Call(kEcho, {}, In(500)).status();
+  const Status status = channel.Call(kEcho, {}, In(3000)).status();
   done.set_value();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   EXPECT_NE(status.message().find("loading"), std::string::npos) << status.message();
@@ -437,7 +441,7 @@ TEST(ChannelTest, PeerThatSpeaksGarbageIsUnavailable) {
   });
   Channel channel({.peer = "liar"});
   channel.SetAddress(Loopback(acceptor.local_endpoint().port()));
-  const Status status = channel.Call(kEcho, {}, In(300)).status();
+  const Status status = channel.Call(kEcho, {}, In(3000)).status();
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   stop = true;
   peer.join();
@@ -448,7 +452,7 @@ TEST(ChannelTest, DestructionFailsWhatIsPending) {
   auto released = release.get_future().share();
   Server server(Server::Options{});
   server.Handle(kEcho, [&](const Buffer& request, const CallContext& context) {
-    released.wait_for(std::chrono::seconds(30));
+    released.wait_for(std::chrono::seconds(120));
     return Echo(request, context);
   });
   const uint16_t port = server.Start().value();

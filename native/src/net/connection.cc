@@ -274,9 +274,9 @@ void Connection::FinishFrame(Lock lock) {
     reading_ = false;
     const Status refusal = Refusal();
     if (refusal.code() == StatusCode::kPermissionDenied) {
-      server_.on_refused();
       const std::string_view name = server_.methods[header.method].name;
       ReportRefusal(peer_, role_, name.empty() ? "connect" : name, refusal.message());
+      server_.on_refused();
     }
     Enqueue(lock, header, refusal);
     return UpdateInterest();
@@ -321,8 +321,8 @@ void Connection::FinishHandshake(Lock& lock) {
 // Answers, and closes once the answer has been sent. The reply names the method of the handshake,
 // so that the client knows that no call of this connection will be answered.
 void Connection::Refuse(Lock& lock, const Status& why) {
-  server_.on_refused();
   ReportRefusal(peer_, role_, "connect", why.message());
+  server_.on_refused();
   FrameHeader header = header_;
   header.method = kAuthenticate.number;
   reading_ = false;
@@ -346,8 +346,8 @@ void Connection::ReportUnprovenEnd() {
     reason = "it does not speak this protocol";
   }
   if (reason.empty()) return;
-  server_.on_refused();
   ReportRefusal(peer_, role_, "connect", reason);
+  server_.on_refused();  // what is counted is in the audit: a reader of both finds it there
 }
 
 // To a client that has no TLS and could not read an answer that has.

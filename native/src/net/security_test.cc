@@ -84,7 +84,7 @@ class SecurityTest : public ::testing::Test {
     EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << status.ToString();
     EXPECT_NE(status.message().find(why), std::string::npos) << status.message();
     EXPECT_NE(status.message().find("parameter-server 0 at 127.0.0.1"), std::string::npos);
-    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10)) << "it waited for the deadline";
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(60)) << "it waited for the deadline";
     EXPECT_EQ(num_handled_, 0);
   }
   void WaitFor(std::string_view key, uint64_t value) {
@@ -244,15 +244,20 @@ TEST_F(SecurityTest, WhoNeverAuthenticatesIsClosed) {
   RawClient half_header(port_);
   half_header.Send(Pattern(10));
   EXPECT_TRUE(half_header.ClosedByServer());
-  RawClient greets(port_);
   FrameHeader header;
   header.body_bytes = sizeof(Hello);
   const Hello hello{.role = Role::kWorker};
-  greets.SendFrame(header, std::as_bytes(std::span(&hello, 1)));
-  FrameHeader reply;
-  std::string body;
-  ASSERT_TRUE(greets.Receive(&reply, &body));
-  EXPECT_TRUE(greets.ClosedByServer());
+  // On a busy machine the time may be up before the greeting is sent: then by another connection.
+  bool is_greeted = false;
+  for (const auto deadline = Soon(); !is_greeted && Clock::now() < deadline;) {
+    RawClient greets(port_);
+    greets.SendFrame(header, std::as_bytes(std::span(&hello, 1)));
+    FrameHeader reply;
+    std::string body;
+    is_greeted = greets.Receive(&reply, &body);
+    EXPECT_TRUE(greets.ClosedByServer());
+  }
+  EXPECT_TRUE(is_greeted);
   const auto channel = Connect(Client(Role::kWorker));
   EXPECT_TRUE(CallEcho(*channel).ok());
 }

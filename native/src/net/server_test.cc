@@ -22,7 +22,7 @@ class Gate {
  public:
   void Open() { promise_.set_value(); }
   bool Wait() const {
-    return opened_.wait_for(std::chrono::seconds(30)) == std::future_status::ready;
+    return opened_.wait_for(std::chrono::seconds(120)) == std::future_status::ready;
   }
 
  private:

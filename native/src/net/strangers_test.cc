@@ -32,7 +32,7 @@ UniqueFd NewSocket(const char* from = "127.0.0.1") {
   address.sin_family = AF_INET;
   ::inet_pton(AF_INET, from, &address.sin_addr);
   EXPECT_EQ(::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  const timeval timeout{30, 0};
+  const timeval timeout{120, 0};
   ::setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
   return fd;
 }

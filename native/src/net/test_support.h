@@ -13,10 +13,32 @@
 namespace persia::net::testing {
 
 // Long enough for a loaded machine; nothing waits for it unless a test fails.
-inline Clock::time_point Soon() { return Clock::now() + std::chrono::seconds(30); }
+inline Clock::time_point Soon() { return Clock::now() + std::chrono::seconds(120); }
 inline Clock::time_point In(int milliseconds) {
   return Clock::now() + std::chrono::milliseconds(milliseconds);
 }
+
+// How a call fails that a channel repeats until its deadline: with a reason that has `text`. A
+// machine may be too busy to reach the peer by a short deadline; then the call is made again.
+template <typename Call>
+Status FailureOf(Call call, const std::string& text, int deadline_ms) {
+  const auto end = Soon();
+  while (true) {
+    const Status status = call(In(deadline_ms));
+    const bool is_told = status.message().find(text) != std::string::npos;
+    if (status.ok() || is_told || Clock::now() > end) return status;
+  }
+}
+
+// A port on which nothing listens. It stays bound: no other process of the machine can take it.
+class ClosedPort {
+ public:
+  uint16_t number() const { return socket_.local_endpoint().port(); }
+
+ private:
+  asio::io_context io_;
+  Tcp::socket socket_{io_, {asio::ip::address_v4::loopback(), 0}};
+};
 
 // Methods of these tests alone.
 inline constexpr MethodId kEcho{1, "Echo"}, kBlock{2, "Block"}, kRefuse{3, "Refuse"},
@@ -55,7 +77,7 @@ class RawClient {
     ErrorCode error;
     socket_.connect({asio::ip::address_v4::loopback(), port}, error);
     connected_ = !error;
-    const timeval timeout{30, 0};
+    const timeval timeout{120, 0};
     ::setsockopt(socket_.native_handle(), SOL_SOCKET, SO_RCVTIMEO, &timeout, sizeof(timeout));
   }
   bool connected() const { return connected_; }

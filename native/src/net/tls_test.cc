@@ -127,7 +127,7 @@ class TlsTest : public ::testing::Test {
     const Status status = CallEcho(*Connect(std::move(security)));
     EXPECT_EQ(status.code(), StatusCode::kPermissionDenied) << status.ToString();
     EXPECT_NE(status.message().find(why), std::string::npos) << status.message();
-    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10)) << "it waited for the deadline";
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(60)) << "it waited for the deadline";
   }
 
   const Signer ca_ = Sign("job", nullptr);
@@ -199,10 +199,11 @@ TEST_F(TlsTest, AServerWithoutTlsIsNamed) {
   Security plain = With(certificates_);
   plain.tls = nullptr;
   StartServer(plain);
-  const auto reply = Connect(With(certificates_))->Call(kTlsEcho, {}, In(2000));
-  EXPECT_EQ(reply.code(), StatusCode::kUnavailable);
-  EXPECT_NE(reply.status().message().find("does it use TLS?"), std::string::npos)
-      << reply.status().message();
+  const auto channel = Connect(With(certificates_));
+  const auto call = [&](auto deadline) { return channel->Call(kTlsEcho, {}, deadline).status(); };
+  const Status status = FailureOf(call, "does it use TLS?", 1000);
+  EXPECT_EQ(status.code(), StatusCode::kUnavailable);
+  EXPECT_NE(status.message().find("does it use TLS?"), std::string::npos) << status.message();
 }
 
 // Both ends keep running; the connection that exists is not touched.

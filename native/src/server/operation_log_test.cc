@@ -67,13 +67,20 @@ TEST_F(OperationLogTest, AppliesNothingBeforeItHasTheCopy) {
   EXPECT_EQ(applied, (std::vector<uint8_t>{10}));
 }
 
-TEST_F(OperationLogTest, EachMessageExtendsTheLeaseOfThePrimary) {
+// With a lease that is longer than a busy machine keeps this thread waiting.
+class LongLeaseTest : public OperationLogTest {
+ protected:
+  static constexpr milliseconds kLease{2000};
+  LongLeaseTest() : OperationLogTest(1 << 20, kLease) {}
+};
+
+TEST_F(LongLeaseTest, EachMessageExtendsTheLeaseOfThePrimary) {
   ASSERT_TRUE(Send(ReplicateKind::kCopyEnd).ok());
   EXPECT_EQ(log.TakeOver(false).code(), StatusCode::kUnavailable);
-  std::this_thread::sleep_for(milliseconds(260));
+  std::this_thread::sleep_for(kLease * 1.3);
   ASSERT_TRUE(Send(ReplicateKind::kHeartbeat).ok());
   EXPECT_EQ(log.TakeOver(false).code(), StatusCode::kUnavailable);
-  std::this_thread::sleep_for(milliseconds(260));
+  std::this_thread::sleep_for(kLease * 1.3);
   EXPECT_TRUE(log.TakeOver(false).ok());
   EXPECT_EQ(Send(ReplicateKind::kHeartbeat).code(), StatusCode::kFailedPrecondition);
   EXPECT_FALSE(log.Renounce());

@@ -19,7 +19,7 @@ namespace persia::server {
 namespace {
 
 using net::Channel;
-using net::testing::In;
+using net::testing::FailureOf;
 using net::testing::SegmentsOf;
 using net::testing::Soon;
 using testing::EncodeToBytes;
@@ -353,7 +353,12 @@ TEST(ReadOnlyParameterServer, AnswersOnceItIsLoadedAndChangesNothing) {
   const Segments empty;
 
   // The channel tries again until the deadline, as a caller wants it to.
-  EXPECT_EQ(channel.Call(kCountRows, empty, In(300)).status().code(), StatusCode::kUnavailable);
+  const auto call = [&](auto deadline) {
+    return channel.Call(kCountRows, empty, deadline).status();
+  };
+  const Status loading = FailureOf(call, "still loads", 300);
+  EXPECT_EQ(loading.code(), StatusCode::kUnavailable) << loading.ToString();
+  EXPECT_NE(loading.message().find("still loads"), std::string::npos) << loading.ToString();
   server.value()->MarkLoaded();
   EXPECT_TRUE(channel.Call(kCountRows, empty, Soon()).ok());
   for (const MethodId& method :

@@ -18,14 +18,18 @@ constexpr uint32_t kDim = 4;
 constexpr EmbeddingStore::Options kTwoShards = {.capacity = 1000, .num_internal_shards = 2};
 
 void SleepAWhile() { std::this_thread::sleep_for(milliseconds(20)); }
+std::chrono::steady_clock::time_point InAMinute() {
+  return std::chrono::steady_clock::now() + std::chrono::minutes(1);
+}
 
 TEST(TimeToLiveTest, RowsThatNoTrainingBatchUsesGo) {
   TrainConfig config = SgdConfig();
-  config.time_to_live_sec = 1.0f;  // longer than a busy machine keeps this thread waiting
+  config.time_to_live_sec = 2.0f;  // longer than a busy machine keeps this thread waiting
   auto store = MakeStore(kTwoShards, config);
   const auto used = Range(0, 50);
   Lookup(*store, Range(0, 100), kDim);
-  for (int i = 0; i < 15; ++i) {
+  for (const auto end = InAMinute();
+       store->size() > 50 && std::chrono::steady_clock::now() < end;) {
     std::this_thread::sleep_for(milliseconds(100));
     Lookup(*store, used, kDim);
     Peek(*store, Range(50, 100), kDim);  // evaluation keeps nothing
@@ -62,7 +66,7 @@ TEST(TimeToLiveTest, CanBeChangedWhileThereAreRows) {
 
 TEST(TimeToLiveTest, HoldsForRowsUsedInPlaceAndGoesBetweenLookupAndUpdate) {
   TrainConfig config = SgdConfig();
-  config.time_to_live_sec = 0.05f;
+  config.time_to_live_sec = 1.0f;  // the rows must be there for longer than this thread waits
   auto store = MakeStore(kTwoShards, config);
   const auto signs = Range(0, 20);
   Lookup(*store, signs, kDim);
@@ -79,8 +83,8 @@ TEST(TimeToLiveTest, HoldsForRowsUsedInPlaceAndGoesBetweenLookupAndUpdate) {
     ASSERT_TRUE(missing.empty());
     removals = begun->Removals();
   }
-  for (int i = 0; i < 12; ++i) {
-    SleepAWhile();
+  for (const auto end = InAMinute(); store->size() > 0 && std::chrono::steady_clock::now() < end;) {
+    std::this_thread::sleep_for(milliseconds(100));
     ASSERT_TRUE(InPlaceRows::Begin(*store, LookupMode::kTrain).ok());
   }
   EXPECT_EQ(store->size(), 0u);

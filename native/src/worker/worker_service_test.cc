@@ -184,6 +184,10 @@ TEST_F(WorkerServiceTest, RefusalsKeepTheirCodes) {
   EXPECT_NE(unknown.message().find("height"), std::string::npos) << unknown.message();
 }
 
+// The worker gives up a tenth of it earlier than its caller: more than a busy machine keeps a
+// thread waiting, or the caller would hear of a silent worker.
+constexpr int kLongMs = 5000;
+
 // A service whose only parameter server is at `port`, and what its caller hears of that one.
 Status CallWithServerAt(uint16_t port, Clock::time_point deadline) {
   auto rows = std::make_shared<RemoteRows>(1);
@@ -199,10 +203,8 @@ Status CallWithServerAt(uint16_t port, Clock::time_point deadline) {
 }
 
 TEST(WorkerServiceErrorTest, ADeadServerIsNamedToTheCaller) {
-  net::Server listener(net::Server::Options{});
-  const uint16_t port = listener.Start().value();
-  listener.Stop();
-  const Status status = CallWithServerAt(port, In(1000));
+  const net::testing::ClosedPort port;
+  const Status status = CallWithServerAt(port.number(), In(kLongMs));
   EXPECT_EQ(status.code(), StatusCode::kUnavailable) << status.ToString();
   EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();
 }
@@ -212,10 +214,10 @@ TEST(WorkerServiceErrorTest, ASilentServerIsNamedToTheCaller) {
   net::Server silent(net::Server::Options{});
   silent.Handle(kLookupRows,
                 [ended = done.get_future().share()](const Buffer&, const net::CallContext&) {
-                  ended.wait_for(std::chrono::seconds(30));
+                  ended.wait_for(std::chrono::seconds(120));
                   return StatusOr<Segments>(Segments());
                 });
-  const Status status = CallWithServerAt(silent.Start().value(), In(1000));
+  const Status status = CallWithServerAt(silent.Start().value(), In(kLongMs));
   done.set_value();
   EXPECT_EQ(status.code(), StatusCode::kDeadlineExceeded) << status.ToString();
   EXPECT_NE(status.message().find("parameter-server 0 at "), std::string::npos) << status.message();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -34,6 +35,13 @@ def make_batch(batch_id: int) -> PersiaBatch:
     )
 
 
+def wait_for_gate(gate: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not gate.exists():
+        assert time.monotonic() < deadline, f"{gate} never appeared"
+        time.sleep(0.02)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--batches", type=int, default=0)
@@ -42,6 +50,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first batch's data")
     parser.add_argument("--fail-after", type=int, default=-1, help="raise after that many batches")
     parser.add_argument("--hang-after", type=int, default=-1, help="stop sending, without ending")
+    parser.add_argument("--gates", type=Path, default=None, help="wait there for a file N before batch N")
+    parser.add_argument("--gate-at", type=int, action="append", default=[], help="N; may be repeated")
     options = parser.parse_args()
     with DataCtx() as ctx:
         if options.total:
@@ -54,6 +64,8 @@ def main() -> None:
             if sequence == options.hang_after:
                 print("hanging", flush=True)
                 time.sleep(600)
+            if sequence in options.gate_at:
+                wait_for_gate(options.gates / str(sequence))
             ctx.send_data(make_batch(options.first + sequence * ctx.replica_size + ctx.replica_index))
     print(f"sent {options.batches}", flush=True)
 

@@ -89,13 +89,6 @@ def wait_until_ahead(ctx: TrainCtx, num_batches: int) -> None:
         time.sleep(0.01)
 
 
-def wait_for_gate(gate: Path) -> None:
-    deadline = time.monotonic() + 240
-    while not gate.exists():
-        assert time.monotonic() < deadline, f"{gate} never appeared"
-        time.sleep(0.02)
-
-
 def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) -> None:
     loader = DataLoader(
         StreamingDataset(buffer_size=10, loader=lambda: feed(options.embedded_loader)),
@@ -108,6 +101,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         if position == 0:
             wait_until_ahead(ctx, options.ahead)
         if position == options.gate_at:
+            from loader import wait_for_gate
+
             wait_for_gate(options.gate)
         time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()

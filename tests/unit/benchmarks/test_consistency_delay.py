@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.consistency.delay import DelayProxy
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @contextmanager

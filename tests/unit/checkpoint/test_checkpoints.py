@@ -281,7 +281,7 @@ def test_the_old_checkpoint_is_readable_while_a_new_one_is_written(checkpoint: P
         """Does not tell that its rows are written before the old ones were read: the dump cannot end."""
 
         def call(self, request: Request, timeout_s: float) -> Report:
-            assert request.verb is not Verb.POLL or was_read.wait(30)
+            assert request.verb is not Verb.POLL or was_read.wait(120)
             return super().call(request, timeout_s)
 
     expected = rows_of(checkpoint)
@@ -346,7 +346,7 @@ def test_a_server_that_has_restarted_is_named(tmp_path: Path) -> None:
 def test_an_abandoned_operation_ends_by_itself(checkpoint: Path, tmp_path: Path) -> None:
     """Its coordinator was killed: the server gives up what it holds, and takes the next operation."""
     store = make_bags()
-    (service,) = services([store], lease_s=0.3)
+    (service,) = services([store], lease_s=3.0)  # longer than a busy machine keeps this thread
     manifest = Source(checkpoint).manifest
     _, digest = Manifest.read(Location.of(checkpoint))
     assert manifest.embeddings is not None
@@ -363,7 +363,7 @@ def test_an_abandoned_operation_ends_by_itself(checkpoint: Path, tmp_path: Path)
     other = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path / "d")})
     with pytest.raises(ResourceExhaustedError, match="busy with load-1"):
         service.answer(other)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while True:
         try:
             service.answer(other)
@@ -379,7 +379,7 @@ def test_a_repeated_request_begins_nothing_new(tmp_path: Path) -> None:
     dump = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path)})
     service.answer(dump)
     poll = Request(verb=Verb.POLL, operation=dump.operation)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while (report := service.answer(poll)).state is State.RUNNING:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -389,7 +389,7 @@ def test_a_repeated_request_begins_nothing_new(tmp_path: Path) -> None:
         service.answer(Request(verb=Verb.DUMP, operation="../x", arguments={"directory": str(tmp_path)}))
 
 
-@pytest.mark.parametrize(("lease_s", "remembered"), [(60.0, True), (0.5, False)])
+@pytest.mark.parametrize(("lease_s", "remembered"), [(600.0, True), (3.0, False)])
 def test_operations_that_ended_are_remembered_for_their_lease(
     tmp_path: Path, lease_s: float, remembered: bool
 ) -> None:
@@ -399,7 +399,7 @@ def test_operations_that_ended_are_remembered_for_their_lease(
         begin = Request(verb=Verb.DUMP, operation=make_dump_id(), arguments={"directory": str(tmp_path)})
         poll = Request(verb=Verb.POLL, operation=begin.operation)
         service.answer(begin)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while (report := service.answer(poll)).state is State.RUNNING:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -45,7 +45,7 @@ def ask(dumps: TrainingDumps | None, hold_s: float = 0.0, deadline_s: float = 30
 def trained(dumps: TrainingDumps, until: Callable[[], bool]) -> int:
     """Batches, with a dump between two of them where one is wanted."""
     num_batches = 0
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not until() and time.monotonic() < deadline:
         num_batches += 1
         if dumps.is_wanted:
@@ -96,8 +96,8 @@ def test_what_fails_is_told_to_whoever_asked_and_not_to_the_training() -> None:
         raise StorageError("/c is full")
 
     dumps = TrainingDumps(fail)
-    asking = Asking(dumps, hold_s=60.0)
-    trained(dumps, until=lambda: not asking.is_alive())  # without the minute
+    asking = Asking(dumps, hold_s=600.0)
+    trained(dumps, until=lambda: not asking.is_alive())  # without the ten minutes
     assert isinstance(asking.failure, StorageError)
     assert "/c is full" in str(asking.failure)
 
@@ -171,14 +171,14 @@ def test_who_has_asked_first_can_end_the_hold_though_another_has_asked_meanwhile
     dumps.handle(request_of(Verb.DUMP, "first", directory="/1", hold_s=60.0))
     training = threading.Thread(target=dumps.serve)
     training.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while Report.decode(dumps.handle(request_of(Verb.POLL, "first"))).state is not State.DONE:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     dumps.handle(request_of(Verb.DUMP, "second", directory="/2"))
     assert training.is_alive()
     assert Report.decode(dumps.handle(request_of(Verb.CANCEL, "first"))).state is State.DONE
-    training.join(30)
+    training.join(120)
     assert not training.is_alive()
     dumps.serve()
     assert written == ["/1", "/2"]
@@ -195,7 +195,7 @@ class InterruptedSession(DirectSession):
 
 
 def test_a_training_is_not_held_for_someone_who_was_interrupted() -> None:
-    dumps = TrainingDumps(lambda _, in_place: asking.join(30))  # ends after it was interrupted
+    dumps = TrainingDumps(lambda _, in_place: asking.join(120))  # ends after it was interrupted
     session: Any = InterruptedSession(dumps)
 
     def ask_and_exit() -> None:

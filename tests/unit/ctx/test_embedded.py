@@ -96,7 +96,7 @@ def in_thread() -> Iterator[Callable[[Callable[[], Any]], threading.Thread]]:
 
     yield start
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
         assert not thread.is_alive()
     assert errors == []
 
@@ -173,14 +173,14 @@ def test_contexts_side_by_side_share_nothing(train_ctx: Any, feeder: Any, in_thr
 
     def job(num_batches: int) -> None:
         with train_ctx() as ctx:
-            together.wait(20)
+            together.wait(120)
             loader = DataLoader(StreamingDataset(loader=feeder(num_batches)), reproducible=True)
             metas[num_batches] = run(ctx, loader)
-            together.wait(20)
+            together.wait(120)
             assert sum(ctx.get_embedding_size()) == 2 * max(3, num_batches)
 
     in_thread(lambda: job(7))
-    in_thread(lambda: job(11)).join(20)
+    in_thread(lambda: job(11)).join(120)
     for num_batches in (7, 11):
         assert metas[num_batches] == [str(number).encode() for number in range(num_batches)]
 
@@ -266,7 +266,7 @@ def test_leaving_the_loop_early_ends_the_loader(train_ctx: Any, new_batch: Any) 
         for batch in DataLoader(StreamingDataset(loader=feed)):
             ctx.prepare_features(batch)
             break
-    assert ended.wait(10)
+    assert ended.wait(120)
     assert errors == []
 
 

@@ -56,7 +56,7 @@ def test_close_wakes_a_blocked_producer() -> None:
     producer = threading.Thread(target=produce)
     producer.start()
     assert queue.drain() in ([1], [1, 2])
-    producer.join(30)
+    producer.join(120)
     assert outcome in (["closed"], [])
     assert not producer.is_alive()
 

@@ -47,7 +47,7 @@ def test_one_worker_keeps_the_order(fake_backend: Any) -> None:
 
 def test_submit_waits_while_too_many_are_unacknowledged(fake_backend: Any) -> None:
     go_on = threading.Event()
-    fake_backend.on_return = lambda number: go_on.wait(30)
+    fake_backend.on_return = lambda number: go_on.wait(120)
     returner = make(fake_backend, Counters(), max_unacknowledged=2)
     returner.submit(lease(0), [], scale=1.0)
     returner.submit(lease(1), [], scale=1.0)
@@ -56,7 +56,7 @@ def test_submit_waits_while_too_many_are_unacknowledged(fake_backend: Any) -> No
     third.join(0.2)
     assert third.is_alive()
     go_on.set()
-    third.join(30)
+    third.join(120)
     returner.drain(30)
     assert sorted(fake_backend.returned) == [0, 1, 2]
 
@@ -77,7 +77,7 @@ def test_first_failure_names_the_batch_and_is_raised_by_submit_and_drain(fake_ba
     counters = Counters()
     returner = make(fake_backend, counters, num_workers=1, on_failure=on_failure)
     returner.submit(lease(7, lambda: settled.append(7)), [], scale=1.0)
-    assert failed.wait(30)
+    assert failed.wait(120)
     with pytest.raises(NotFoundError, match="gradient of batch 7: reference 7 has expired"):
         returner.submit(lease(8, lambda: settled.append(8)), [], scale=1.0)
     with pytest.raises(NotFoundError, match="batch 7"):
@@ -112,7 +112,7 @@ def test_bug_in_the_backend_is_an_internal_error(fake_backend: Any) -> None:
 
 def test_drain_says_what_it_could_not_return(fake_backend: Any) -> None:
     go_on = threading.Event()
-    fake_backend.on_return = lambda number: go_on.wait(30)
+    fake_backend.on_return = lambda number: go_on.wait(120)
     returner = make(fake_backend, Counters(), num_workers=1)
     for number in (3, 4, 5):
         returner.submit(lease(number), [], scale=1.0)
@@ -132,14 +132,14 @@ def test_other_gradients_go_on_after_a_failure(fake_backend: Any) -> None:
 
     def wait_then_fail(number: int) -> None:
         if number == 0:
-            go_on.wait(30)
+            go_on.wait(120)
         original(number)
 
     fake_backend.on_return = wait_then_fail
     returner = make(fake_backend, Counters(), num_workers=1)
     returner.submit(lease(0), [], scale=1.0)
     returner.submit(lease(1), [], scale=1.0)
-    go_on.wait(30)
+    go_on.wait(120)
     with pytest.raises(UnavailableError):
         returner.drain(30)
     assert fake_backend.returned == [1]

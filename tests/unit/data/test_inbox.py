@@ -64,7 +64,7 @@ def test_offer_waits_for_room() -> None:
     waiting = threading.Thread(target=lambda: outcome.append(inbox.offer(submitted(1), hold_s=30.0)))
     waiting.start()
     assert inbox.take(30).batch_id == 0  # type: ignore[union-attr]
-    waiting.join(30)
+    waiting.join(120)
     assert outcome == [Offer.QUEUED]
 
 
@@ -90,7 +90,7 @@ def test_repetition_while_the_first_waits_for_room_is_queued_once() -> None:
     inbox.take(30)
     inbox.take(30)
     for thread in waiting:
-        thread.join(30)
+        thread.join(120)
     assert sorted(outcome.value for outcome in outcomes) == ["queued", "repeated"]
 
 

@@ -233,11 +233,11 @@ def test_close_ends_a_lookup_under_way_and_releases_it(fake_host: Any, fake_back
 
     def hold(number: int) -> None:
         started.set()
-        go_on.wait(30)
+        go_on.wait(120)
 
     fake_backend.on_lookup = hold
     prefetcher = start(fake_host, ListSource([pending(0)], endless=True))
-    assert started.wait(30)
+    assert started.wait(120)
     threading.Timer(0.05, go_on.set).start()
     prefetcher.close(30)
     gc.collect()
@@ -247,11 +247,11 @@ def test_close_ends_a_lookup_under_way_and_releases_it(fake_host: Any, fake_back
 
 def test_close_gives_up_lookups_that_the_loop_stopped_waiting_for(fake_host: Any, fake_backend: Any) -> None:
     go_on = threading.Event()
-    fake_backend.on_lookup = lambda number: go_on.wait(30)
+    fake_backend.on_lookup = lambda number: go_on.wait(120)
     prefetcher = start(fake_host, ListSource([pending(i) for i in range(3)], endless=True), num_workers=1)
     for _ in range(2):  # the first is being looked up, the second has not begun
         with pytest.raises(DeadlineExceededError, match="the lookup of batch"):
-            prefetcher.next(0.2)
+            prefetcher.next(2.0)  # a busy machine may take a while to begin the lookup
     threading.Timer(0.05, go_on.set).start()
     prefetcher.close(30)
     gc.collect()

@@ -23,7 +23,7 @@ SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "adult_income" / "pr
 def run_script(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "ADULT_SOURCE"}
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def save_tiny(directory: Path, dataset: Literal["adult", "generated"]) -> DatasetInfo:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 @pytest.fixture

@@ -28,6 +28,6 @@ def test_the_server_accepts_the_configuration(tmp_path):
         nats_config(host="127.0.0.1", port=0, max_payload_bytes=64 << 20, ports_folder=tmp_path)
     )
     result = subprocess.run(
-        [find_nats_server(), "-t", "-c", str(config)], capture_output=True, timeout=30, check=False
+        [find_nats_server(), "-t", "-c", str(config)], capture_output=True, timeout=240, check=False
     )
     assert result.returncode == 0, result.stderr

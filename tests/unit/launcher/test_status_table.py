@@ -259,7 +259,9 @@ class Job:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *processes: ProcessStatus) -> None:
         self.processes = list(processes)
         self.is_connected = True
-        monkeypatch.setattr(status_table, "find_processes", lambda _job: [p.info for p in self.processes])
+        monkeypatch.setattr(
+            status_table, "find_processes", lambda _job, _known: [p.info for p in self.processes]
+        )
         monkeypatch.setattr(status_table, "job_status", self.statuses)
         monkeypatch.setattr(status_table.time, "sleep", lambda _seconds: None)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -449,7 +450,11 @@ def test_threads_are_those_of_the_argument_else_of_the_environment(monkeypatch: 
         ebc = from_zero(**options)
         made = num_system_threads() - before
         del ebc
-        assert num_system_threads() == before  # they end with the module
+        deadline = time.monotonic() + 60
+        # They end with the module. The system shows a thread for a moment after it was joined.
+        while num_system_threads() != before:
+            assert time.monotonic() < deadline, num_system_threads()
+            time.sleep(0.01)
         return made + 1  # the caller's
 
     monkeypatch.delenv("PERSIA_NUM_THREADS", raising=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -101,7 +100,7 @@ def test_a_phase_is_recorded_also_when_it_fails():
         raise ValueError("boom")
     counts, total_s, last_s = phase.stats.snapshot()
     assert sum(counts) == 1
-    assert 0 < total_s == last_s < 1
+    assert 0 < total_s == last_s < 60
 
 
 @pytest.mark.parametrize(
@@ -246,7 +245,7 @@ def ask(
     headers = {"Authorization": authorization or f"Bearer {http_token()}"}
     request = urllib.request.Request(f"http://127.0.0.1:{port.port}{path}", headers=headers, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
@@ -334,16 +333,17 @@ def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port, monkeypa
     silent = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(40)]
     try:
         # 32 are held; the ones above were refused at once.
-        refused = 0
-        for client in silent:
-            client.settimeout(0.05)
-            with contextlib.suppress(TimeoutError):
-                refused += client.recv(1) == b""
-        assert refused == 8
+        for client in silent[32:]:
+            client.settimeout(60)
+            assert client.recv(1) == b""
+        for client in silent[:32]:
+            client.settimeout(0)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
     finally:
         for client in silent:
             client.close()
-    for _ in range(50):
+    for _ in range(600):
         try:
             assert ask(port, "/status")[0] == 200
             return
@@ -353,7 +353,7 @@ def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port, monkeypa
 
 
 def test_garbage_is_answered_or_dropped(port):
-    with socket.create_connection(("127.0.0.1", port.port), timeout=10) as client:
+    with socket.create_connection(("127.0.0.1", port.port), timeout=60) as client:
         client.sendall(b"\x00\xff garbage\r\n\r\n")
         assert b"400" in client.recv(1000)
     assert ask(port, "/status")[0] == 200

@@ -148,7 +148,7 @@ def test_callers_find_the_servers_of_the_latest_generation():
         advertiser.publish_again()
     assert announced == ["n:0", "n:1"]
     has_rows[0] = False
-    assert Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, 5.0) == new
+    assert Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, 60.0) == new
     watch.close()
     with pytest.raises(FailedPreconditionError):  # a newcomer of before
         Advertiser(LocalSession(broker, name="old"), server(5, "h:5", replicas=1)).start()

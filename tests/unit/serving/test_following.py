@@ -46,11 +46,14 @@ def test_every_answer_is_of_one_packet_while_requests_flow(trainer: PacketTraine
         for value in range(2, 22):
             position = trainer.trained(value)
             time.sleep(0.03)
+            if value % 3 == 0:  # a busy machine applies several at once, and asks in between
+                at = str(position)
+                wait_until(lambda at=at: any(version == at for version, _ in answers) or failures != [])
         reached(model, position)
     finally:
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
     assert failures == []
     stream = trainer.position.stream
     allowed = {f"{stream}/{number + value - 1}": [2.0 * value**2] for value in range(1, 22)}
@@ -58,7 +61,7 @@ def test_every_answer_is_of_one_packet_while_requests_flow(trainer: PacketTraine
     assert len({version for version, _ in answers}) > 5
     status = model.following
     assert (status.num_applied, status.num_failed, status.num_behind, status.error) == (22, 0, 0, "")
-    assert 0.5 <= status.delay_s < 5.0, "the helper says that changes are half a second old"
+    assert 0.5 <= status.delay_s < 60.0, "the helper says that changes are half a second old"
     assert status.step == position.number
 
 

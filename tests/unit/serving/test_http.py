@@ -15,7 +15,7 @@ HEAD = b"POST /v2/models/ads/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, str]:
-    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).decode()
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)).decode()
     length = next(line for line in head.lower().splitlines() if line.startswith("content-length:"))
     body = await reader.readexactly(int(length.split(":")[1]))
     return int(head.split()[1]), json.loads(body)["error"]
@@ -23,7 +23,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 def test_a_slow_body_ends_and_takes_no_more_than_its_permit() -> None:
     statistics = Mock()
-    inference = Inference(Mock(), Mock(), statistics, timeout_s=1.0)
+    inference = Inference(Mock(), Mock(), statistics, timeout_s=3.0)
 
     async def ask() -> list[Any]:
         endpoint = HttpEndpoint(inference, asyncio.Semaphore(1))
@@ -45,9 +45,9 @@ def test_a_slow_body_ends_and_takes_no_more_than_its_permit() -> None:
 
     begin_s = time.monotonic()
     refused, late = asyncio.run(ask())
-    assert time.monotonic() - begin_s < 9
+    assert time.monotonic() - begin_s < 50
     assert (refused[0], late[0]) == (429, 504)
     assert "--max-queued" in refused[1]
-    assert "the body has not arrived in 1 s (--timeout)" in late[1]
+    assert "the body has not arrived in 3 s (--timeout)" in late[1]
     codes = [call.args[1] for call in statistics.add_request.call_args_list]
     assert codes == ["RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"]

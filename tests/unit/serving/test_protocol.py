@@ -23,7 +23,7 @@ def test_the_description_is_compiled_from_the_proto_file(tmp_path: Path) -> None
     pytest.importorskip("grpc_tools", reason="needs grpcio-tools (the 'test' extra)")
     compiled = tmp_path / "open_inference.desc"
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I.", f"--descriptor_set_out={compiled}"]
-    subprocess.run([*command, "open_inference.proto"], cwd=FOLDER, check=True, timeout=60)
+    subprocess.run([*command, "open_inference.proto"], cwd=FOLDER, check=True, timeout=240)
     checked_in = description((FOLDER / "open_inference.desc").read_bytes())
     assert checked_in == description(compiled.read_bytes()), "compile it again: see open_inference.proto"
 

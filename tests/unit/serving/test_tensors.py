@@ -44,10 +44,10 @@ def test_strings_may_be_nested() -> None:
 def test_many_unknown_features_are_refused_at_once() -> None:
     names = [f"f{number}" for number in range(50_000)]
     signature = Signature(ids=(USER,), dense=(DENSE,))
-    begin_s = time.monotonic()
+    begin_s = time.thread_time()  # of the processor: the machine may be busy
     with pytest.raises(InvalidArgumentError, match=r"unknown: f0, .*missing: anonymous") as refused:
         signature.order(["user"], names)
-    assert time.monotonic() - begin_s < 5  # comparing each with all takes 20 s
+    assert time.thread_time() - begin_s < 5  # comparing each with all takes 20 s
     assert len(message_of(refused.value)) < 2010
     assert message_of(ValueError("\N{SNOWMAN}" * 5000)).endswith("\N{SNOWMAN} ...")
 

@@ -148,7 +148,7 @@ except StorageError as error:
     print(error)
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.count("could not be written: [Errno 27] File too large") == 2, done.stdout
     assert list(tmp_path.iterdir()) == []

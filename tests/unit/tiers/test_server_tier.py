@@ -195,7 +195,7 @@ def prepare(job: PoolJob, directory: Path, step: int) -> Manifest:
     operation, entries = make_dump_id(), []
     for pool in job.pools:
         number = pool.store.request_checkpoint()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while (prepared := pool.store.prepared_checkpoint(number)) is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
