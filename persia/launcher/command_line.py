@@ -19,7 +19,7 @@ from persia.launcher import options
 # In the order in which a newcomer needs them.
 _SECTIONS = {
     "Begin": {"init": "init.command", "preprocess": "preprocess.command", "plan": "plan.command"},
-    "Run a whole job": {"local": "local.command", "slurm": "slurm.command"},
+    "Run a whole job": {"local": "local.command", "ray": "ray_submit.command", "slurm": "slurm.command"},
     "Run one process of a job": {
         "nats-server": "nats_server.command",
         "embedding-parameter-server": "embedding_servers.embedding_parameter_server",

@@ -1,4 +1,6 @@
-"""What a training job consists of: the options that `persia-launcher local` and `slurm` share."""
+"""What a training job consists of: the options that `persia-launcher local`, `slurm` and `ray`
+share.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from dataclasses import dataclass
 
 from persia.launcher import options
 from persia.launcher.options import COUNT, all_of, option
+from persia.launcher.process_specs import ProcessSpecs
 from persia.launcher.script import checked_script
+from persia.launcher.supervisor import ProcessSpec
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+
+ROLES = ("parameter-servers", "embedding-workers", "data-loaders", "ranks")  # with resources of their own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +52,22 @@ class JobDescription:
         if self.global_config is None:
             return False
         return load_global_config(self.global_config).embedding_parameter_server_config.standbys > 0
+
+    def helpers(self, specs: ProcessSpecs) -> list[ProcessSpec]:
+        """Its processes but the broker, the parameter servers and the ranks."""
+        made = [
+            specs.server(EMBEDDING_WORKER, index, self.embedding_workers)
+            for index in range(self.embedding_workers)
+        ]
+        if self.has_standbys:
+            role, replicas = EMBEDDING_PARAMETER_SERVER, self.parameter_servers
+            made += [specs.server(role, index, replicas, standby=True) for index in range(replicas)]
+        if self.data_loader is not None:
+            for index in range(self.data_loaders):
+                made.append(
+                    specs.data_loader(self.data_loader, self.loader_args, index, self.data_loaders, {})
+                )
+        return made
 
 
 # The fields of `JobDescription`; the argument `script_args` is each command's own.

@@ -1,4 +1,4 @@
-"""What `persia-launcher local --max-restarts` does when a process of the job dies.
+"""What `--max-restarts` of `persia-launcher local` and `ray submit` does when a process of the job dies.
 
 Pure: decides, and starts nothing. A data loader, an embedding worker and the NATS server are restarted alone:
 ranks know what they have of each loader, register the batches of a dead worker again, and all processes
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from persia.launcher.nats_server import NATS
 from persia.launcher.process_specs import STANDBY
-from persia.launcher.supervisor import ManagedProcess, ProcessSpec
+from persia.launcher.supervisor import ProcessSpec, SupervisedProcess
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 
 # What dies so soon after a restart will probably die again. More than its start takes: a shorter time
@@ -59,7 +59,9 @@ class Restarts:
         self._last[key] = self._clock() + pause_s, pause_s
         return pause_s
 
-    def add(self, ended: ManagedProcess, specs: Sequence[ProcessSpec], tell: Callable[[str], None]) -> None:
+    def add(
+        self, ended: SupervisedProcess, specs: Sequence[ProcessSpec], tell: Callable[[str], None]
+    ) -> None:
         """Makes `specs` due after the pause, as `ended` has died. `tell` gets one line about it."""
         alone = len(specs) == 1
         pause_s = self.next_pause_s(ended.name, alone=alone)
@@ -94,7 +96,7 @@ class Restarts:
         return f"restarts: {self.count} of {self._limit} ({names})"
 
 
-def restarts_alone(ended: ManagedProcess, partner: ManagedProcess | None) -> bool:
+def restarts_alone(ended: SupervisedProcess, partner: SupervisedProcess | None) -> bool:
     """Whether the others may continue. A loader that raised has told the ranks, which end with its error.
 
     `partner`: the other one of a parameter server and its standby.
@@ -112,7 +114,7 @@ def partner_of(name: str) -> str:
     return name.removesuffix(STANDBY) if name.endswith(STANDBY) else name + STANDBY
 
 
-def how_it_ended(process: ManagedProcess) -> str:
+def how_it_ended(process: SupervisedProcess) -> str:
     """Such as "was ended by SIGKILL"."""
     code = process.exit_code or 0
     if code >= 0:

@@ -14,12 +14,11 @@ from typing import Any
 import click
 
 from persia.errors import InvalidArgumentError
-from persia.launcher.job_description import JobDescription, description_options
+from persia.launcher.job_description import ROLES, JobDescription, description_options
 from persia.launcher.options import COUNT, option
 from persia.launcher.process_specs import OF_ONE_PROCESS, ProcessSpecs
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 
-ROLES = ("parameter-servers", "embedding-workers", "data-loaders", "ranks")
 # Words that need no quotes, and that become variables of the script. A task knows its own number; the batch
 # script knows the address of the ranks.
 _TASK, _ADDRESS, _PORT = "%SLURM_TASK%", "%MASTER_ADDR%", "%MASTER_PORT%"

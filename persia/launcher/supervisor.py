@@ -1,7 +1,8 @@
 """Starts processes, passes on their output line by line, and ends them all together.
 
-For `persia-launcher local` and `LocalCluster`. Every process leads a group of its own, so that ending it ends
-what it has started; a watchdog ends the groups when this process is killed.
+A `Supervisor` does so on this machine, for `persia-launcher local` and `LocalCluster`. Every process leads a
+group of its own, so that ending it ends what it has started; a watchdog ends the groups when this process is
+killed. `persia-launcher ray` has a `ProcessGroup` on the nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from persia.errors import FailedPreconditionError
 
@@ -50,8 +52,47 @@ class ProcessSpec:
     stop_stage: int = 0  # those of a stage are stopped once those of lower ones have ended
 
 
-class ManagedProcess:
-    """A process of a supervisor: its output so far and its end."""
+class SupervisedProcess(ABC):
+    """A process that was started, here or elsewhere: its output so far and its end."""
+
+    def __init__(self, spec: ProcessSpec, sink: OutputSink, num_restarts: int = 0) -> None:
+        """`num_restarts`: earlier starts of this name."""
+        self.spec = spec
+        self.num_restarts = num_restarts
+        self._sink = sink
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._exit_code: int | None = None
+        self._ended = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative when a signal ended it."""
+        return self._exit_code if self._ended.is_set() else None
+
+    @property
+    def output(self) -> str:
+        """The last 2,000 lines that it has written."""
+        return "\n".join(tuple(self._lines))
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits for the end, its output read; returns the exit code, or None when it still runs."""
+        return self._exit_code if self._ended.wait(timeout_s) else None
+
+    @abstractmethod
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends `number` to the process and to what it has started. Does nothing after the end."""
+
+    def _add_line(self, line: str) -> None:
+        self._lines.append(line)
+        self._sink(self.name, line)
+
+
+class ManagedProcess(SupervisedProcess):
+    """A process of a `Supervisor`, on this machine."""
 
     def __init__(
         self,
@@ -62,15 +103,11 @@ class ManagedProcess:
         watchdog: IO[bytes] | None = None,
     ) -> None:
         """`watchdog`: its standard input; None: there is none."""
-        self.spec = spec
-        self._sink = sink
+        super().__init__(spec, sink, num_restarts)
         self._on_exit = on_exit
-        self.num_restarts = num_restarts  # earlier starts of this name
         self._watchdog = watchdog
-        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
-        self._ended = threading.Event()
         program = _program_of(spec)
         self._popen = subprocess.Popen(
             [*(() if watchdog is None else (*_script("named_process.py"), program)), *spec.command],
@@ -88,30 +125,11 @@ class ManagedProcess:
         self._waiter.start()
 
     @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
     def pid(self) -> int:
         """Also the number of its process group."""
         return self._popen.pid
 
-    @property
-    def exit_code(self) -> int | None:
-        """None while it runs; negative when a signal ended it."""
-        return self._popen.returncode if self._ended.is_set() else None
-
-    @property
-    def output(self) -> str:
-        """The last 2,000 lines that it has written."""
-        return "\n".join(tuple(self._lines))
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Waits for the end, its output read; returns the exit code, or None when it still runs."""
-        return self._popen.returncode if self._ended.wait(timeout_s) else None
-
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends `number` to the process and to what it has started. Does nothing after the end."""
         with self._lock:
             if not self._is_reaped:
                 self._signal_group(number)
@@ -135,9 +153,7 @@ class ManagedProcess:
         with self._popen.stdout as stdout:
             # Bounded: a process that writes no newline must not fill our memory.
             while chunk := stdout.readline(_MAX_LINE_BYTES):
-                line = chunk.decode(errors="replace").rstrip("\r\n")
-                self._lines.append(line)
-                self._sink(self.name, line)
+                self._add_line(chunk.decode(errors="replace").rstrip("\r\n"))
 
     def _await_end(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -146,51 +162,58 @@ class ManagedProcess:
             # number.
             self._signal_group(signal.SIGKILL)
             self._tell_watchdog()
-            self._popen.wait()
+            self._exit_code = self._popen.wait()
             self._is_reaped = True
         self._reader.join(_OUTPUT_END_S)
         self._on_exit(self)
         self._ended.set()
 
 
-class Supervisor:
+_Process = TypeVar("_Process", bound=SupervisedProcess)
+_Group = TypeVar("_Group", bound="ProcessGroup[Any]")
+
+
+class ProcessGroup(ABC, Generic[_Process]):
     """Owns a set of processes, each with its own name. Use as a context manager: leaving it ends them all."""
 
     def __init__(self, sink: OutputSink | None = None) -> None:
         """`sink(name, line)` is called for every line of output, on several threads."""
         self._sink: OutputSink = sink or (lambda _name, _line: None)
-        self._processes: dict[str, ManagedProcess] = {}
-        self._ended: queue.SimpleQueue[ManagedProcess] = queue.SimpleQueue()
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # of the watchdog
+        self._processes: dict[str, _Process] = {}
+        self._ended: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of starts
 
-    def __enter__(self) -> Supervisor:
+    def __enter__(self: _Group) -> _Group:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
     @property
-    def processes(self) -> list[ManagedProcess]:
+    def processes(self) -> list[_Process]:
         """All that were started, in that order; of a name started again the latest."""
         return list(self._processes.values())
 
-    def start(self, spec: ProcessSpec) -> ManagedProcess:
-        """Starts `spec`; its name must not be that of a running process."""
+    def start(self, spec: ProcessSpec, num_restarts: int | None = None) -> _Process:
+        """Starts `spec`; its name must not be that of a running process.
+
+        `num_restarts`: its earlier starts, if others have counted them.
+        """
         known = self._processes.get(spec.name)
         if known is not None and known.exit_code is None:
-            raise FailedPreconditionError(f"process {spec.name} is running already (pid {known.pid})")
-        num_restarts = 0 if known is None else known.num_restarts + 1
-        # To the end: a `stop` meanwhile would close the pipe that the process begins with.
+            raise FailedPreconditionError(f"process {spec.name} is running already")
+        if num_restarts is None:
+            num_restarts = 0 if known is None else known.num_restarts + 1
         with self._lock:
-            if self._watchdog is None:
-                # A separate process, because it must outlive a supervisor that is killed.
-                self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
-            process = ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
+            process = self._make(spec, num_restarts)
             self._processes[spec.name] = process
         return process
 
-    def next_ended(self, timeout_s: float) -> ManagedProcess | None:
+    @abstractmethod
+    def _make(self, spec: ProcessSpec, num_restarts: int) -> _Process:
+        """Starts it. It adds itself to `_ended` when it ends. The caller holds `_lock`."""
+
+    def next_ended(self, timeout_s: float) -> _Process | None:
         """The next process that has ended, in the order of their ends; None when none does in `timeout_s`."""
         try:
             process = self._ended.get(timeout=timeout_s)
@@ -215,9 +238,24 @@ class Supervisor:
         # Workers return gradients to servers and both use NATS, so the stages end in this order.
         for stage in sorted({process.spec.stop_stage for process in self.processes}):
             terminate([p for p in self.processes if p.spec.stop_stage == stage], grace_s)
-        self._stop_watchdog()
 
-    def _stop_watchdog(self) -> None:
+
+class Supervisor(ProcessGroup[ManagedProcess]):
+    """Processes of this machine."""
+
+    def __init__(self, sink: OutputSink | None = None) -> None:
+        super().__init__(sink)
+        self._watchdog: subprocess.Popen[bytes] | None = None  # guarded by _lock
+
+    def _make(self, spec: ProcessSpec, num_restarts: int) -> ManagedProcess:
+        # Under the lock to the end: a `stop` meanwhile would close the pipe that the process begins with.
+        if self._watchdog is None:
+            # A separate process, because it must outlive a supervisor that is killed.
+            self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
+        return ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        super().stop(grace_s)
         with self._lock:
             watchdog, self._watchdog = self._watchdog, None
         if watchdog is not None:
@@ -241,7 +279,7 @@ def _program_of(spec: ProcessSpec) -> str:
     return program
 
 
-def terminate(processes: Sequence[ManagedProcess], grace_s: float) -> None:
+def terminate(processes: Sequence[SupervisedProcess], grace_s: float) -> None:
     """Ends them together. What is left after `grace_s` is killed."""
     for process in processes:
         process.send_signal(signal.SIGTERM)

@@ -1,0 +1,232 @@
+"""Processes on the nodes of a Ray cluster, as a `ProcessGroup`: each in a place, which is an actor.
+
+A place runs a process under a `Supervisor`, on the node where Ray has put it. When the actor dies, the
+supervisor's watchdog ends the process, and Ray makes the place anew: elsewhere if the node has died. The driver
+takes the process for dead, and decides whether to start it again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import TimeoutError as WaitTimeoutError
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from persia.errors import NotFoundError
+from persia.launcher.nats_server import NATS
+from persia.launcher.process_specs import OF_ONE_PROCESS
+from persia.launcher.supervision import tell
+from persia.launcher.supervisor import (
+    ManagedProcess,
+    OutputSink,
+    ProcessGroup,
+    ProcessSpec,
+    SupervisedProcess,
+    Supervisor,
+)
+
+Resources = Mapping[str, float]  # by Ray's names: CPU, GPU, memory in bytes, and the cluster's own
+
+_WAITING_LINES = 1000  # a process that writes more than its driver reads has to wait
+_POLL_S = 0.5
+_PENDING_S = 10.0
+# Options of a call that waits while Ray makes the place anew. Other calls fail then, and so tell of the loss.
+_UNTIL_IT_IS_THERE = {"max_task_retries": -1}
+
+
+class Place:
+    """Runs one process at a time. Calls name the run that they mean: those of an earlier one may be late."""
+
+    def __init__(self) -> None:
+        self._supervisor = Supervisor(lambda _name, line: self._lines.put(line))
+        self._lock = threading.Lock()
+        self._run = 0  # the latest that was heard of; no earlier one runs
+        self._process: ManagedProcess | None = None  # of that run
+        self._lines: queue.Queue[str] = queue.Queue(_WAITING_LINES)
+
+    def free_address(self) -> tuple[str, int]:
+        """Address of this node, and a port that is free."""
+        host = ray.util.get_node_ip_address()
+        with socket.create_server((host, 0)) as server:
+            return host, server.getsockname()[1]
+
+    def start(self, run: int, spec: ProcessSpec, num_restarts: int, folder: str) -> None:
+        """Starts `spec`, which lacks the Python program and this node's environment, in `folder`."""
+        with self._lock:
+            if not self._is_new(run):
+                return
+            context = ray.get_runtime_context()
+            if not context.runtime_env.get("working_dir"):  # where it is set, this process is in it
+                _change_directory(folder)
+            inherited = {name: value for name, value in os.environ.items() if name not in OF_ONE_PROCESS}
+            own = {"PERSIA_BIND_HOST": ray.util.get_node_ip_address(), "RAY_ADDRESS": context.gcs_address}
+            whole = replace(
+                spec, command=(sys.executable, *spec.command), env={**inherited, **own, **spec.env}
+            )
+            self._process = self._supervisor.start(whole, num_restarts)
+
+    def send_signal(self, run: int, number: int) -> None:
+        """Signals the process. Of a run that is still to begin: it will not."""
+        with self._lock:
+            if not self._is_new(run) and self._process is not None and run == self._run:
+                self._process.send_signal(signal.Signals(number))
+
+    def poll(self, run: int) -> tuple[list[str], int | None]:
+        """Waits a moment for output; returns it, and the exit code when everything was returned."""
+        with self._lock:
+            process, lines = self._process, self._lines
+            if run != self._run or process is None:
+                return [], -signal.SIGKILL
+        exit_code, found = process.exit_code, []
+        try:
+            found.append(lines.get(timeout=_POLL_S if exit_code is None else 0.0))
+            while len(found) < _WAITING_LINES:
+                found.append(lines.get_nowait())
+        except queue.Empty:
+            pass
+        return found, None if found else exit_code
+
+    def _is_new(self, run: int) -> bool:
+        """If so, ends what runs. The caller holds the lock."""
+        if run <= self._run:
+            return False
+        self._run = run
+        if self._process is not None:
+            self._supervisor.kill([self._process.name])
+        self._process, self._lines = None, queue.Queue(_WAITING_LINES)
+        return True
+
+
+def _change_directory(folder: str) -> None:
+    try:
+        os.chdir(folder)
+    except OSError as error:
+        host = ray.util.get_node_ip_address()
+        raise NotFoundError(
+            f"node {host} has no folder {folder} ({error.strerror}): share it among the nodes, or copy it "
+            "with --copy-folder"
+        ) from error
+
+
+class PlacedProcess(SupervisedProcess):
+    """A process in a place, for the driver."""
+
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        sink: OutputSink,
+        on_exit: Callable[[PlacedProcess], None],
+        num_restarts: int,
+        place: Any,
+        run: int,
+    ) -> None:
+        """`place`: the actor."""
+        super().__init__(spec, sink, num_restarts)
+        self.is_place_lost = False  # the reason of its end
+        self._on_exit, self._place, self._run = on_exit, place, run
+        threading.Thread(target=self._follow, name=f"persia-follow-{spec.name}", daemon=True).start()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.exit_code is None:
+            self._place.send_signal.remote(self._run, int(number))
+
+    def _follow(self) -> None:
+        try:
+            start = self._place.start.options(**_UNTIL_IT_IS_THERE)
+            ray.get(start.remote(self._run, self.spec, self.num_restarts, os.getcwd()))
+            while self._exit_code is None:
+                lines, self._exit_code = ray.get(self._place.poll.remote(self._run))
+                for line in lines:
+                    self._add_line(line)
+        except RayActorError as error:
+            self._add_line(f"its Ray actor is gone: {error}")
+            self.is_place_lost, self._exit_code = True, -signal.SIGKILL
+        except RayError as error:
+            self._add_line(f"it could not be started: {getattr(error, 'cause', None) or error}")
+            self._exit_code = 1
+        self._on_exit(self)
+        self._ended.set()
+
+
+class PlacedProcesses(ProcessGroup[PlacedProcess]):
+    """Processes of a job, each in the place with its name."""
+
+    def __init__(self, sink: OutputSink, places: Mapping[str, Any]) -> None:
+        super().__init__(sink)
+        self._places, self._runs = places, itertools.count(1)
+
+    def _make(self, spec: ProcessSpec, num_restarts: int) -> PlacedProcess:
+        place = self._places[spec.name]
+        return PlacedProcess(spec, self._sink, self._ended.put, num_restarts, place, next(self._runs))
+
+    def has_lost_place(self, ended: SupervisedProcess) -> bool:
+        return any(process is ended and process.is_place_lost for process in self.processes)
+
+    def is_running(self, name: str) -> bool:
+        return any(process.name == name and process.exit_code is None for process in self.processes)
+
+    def free_address(self, name: str) -> tuple[str, int]:
+        """Of the node where the process is or will be. Waits until Ray has a place for it."""
+        call = self._places[name].free_address.options(**_UNTIL_IT_IS_THERE)
+        address: tuple[str, int] = call.remote().future().result()
+        return address
+
+
+def reserve(needs: Mapping[str, Resources], strategy: str) -> dict[str, Any]:
+    """A place for each name, with its share of one placement group, and one for the broker beside the first.
+
+    Waits until the cluster has them all.
+    """
+    group = placement_group([dict(need) for need in needs.values()], strategy=strategy)
+    ready = group.ready().future()
+    while True:
+        try:
+            # Not ray.get, which would lose what a handler of signals raises.
+            ready.result(_PENDING_S)
+            break
+        except WaitTimeoutError:
+            tell(_shortage(needs))
+    places = {name: _make_place(group, index, need) for index, (name, need) in enumerate(needs.items())}
+    return {NATS: _make_place(group, 0, {}), **places}
+
+
+def _make_place(group: Any, index: int, need: Resources) -> Any:
+    """An actor in a bundle of the group, with `need` of its resources."""
+    known = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    amounts = {known[name]: amount for name, amount in need.items() if name in known}
+    return (
+        ray.remote(Place)
+        .options(
+            **{"num_cpus": 0, **amounts},
+            resources={name: amount for name, amount in need.items() if name not in known},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            max_restarts=-1,  # how often a process is started again is for the driver to decide
+            max_concurrency=8,
+        )
+        .remote()
+    )
+
+
+def _shortage(needs: Mapping[str, Resources]) -> str:
+    total: Counter[str] = Counter()
+    for need in needs.values():
+        total.update(need)
+    free, all_ = ray.available_resources(), ray.cluster_resources()
+    amounts = (
+        f"{name}: {amount:g} needed, {free.get(name, 0):g} free of {all_.get(name, 0):g}"
+        for name, amount in total.items()
+    )
+    return f"waiting for the Ray cluster to have room for the job ({'; '.join(amounts)})"
