@@ -51,7 +51,7 @@ class Place:
     """Runs one process at a time. Calls name the run that they mean: those of an earlier one may be late."""
 
     def __init__(self) -> None:
-        self._supervisor = Supervisor(lambda _name, line: self._lines.put(line))
+        self._supervisor = Supervisor(lambda _name, line: self._lines.put(line), detach_watchdog=True)
         self._lock = threading.Lock()
         self._run = 0  # the latest that was heard of; no earlier one runs
         self._process: ManagedProcess | None = None  # of that run

@@ -243,15 +243,19 @@ class ProcessGroup(ABC, Generic[_Process]):
 class Supervisor(ProcessGroup[ManagedProcess]):
     """Processes of this machine."""
 
-    def __init__(self, sink: OutputSink | None = None) -> None:
+    def __init__(self, sink: OutputSink | None = None, *, detach_watchdog: bool = False) -> None:
+        """`detach_watchdog`: for a process whose children are killed when it ends."""
         super().__init__(sink)
+        self._watchdog_options = ("--detach",) if detach_watchdog else ()
         self._watchdog: subprocess.Popen[bytes] | None = None  # guarded by _lock
 
     def _make(self, spec: ProcessSpec, num_restarts: int) -> ManagedProcess:
         # Under the lock to the end: a `stop` meanwhile would close the pipe that the process begins with.
         if self._watchdog is None:
             # A separate process, because it must outlive a supervisor that is killed.
-            self._watchdog = subprocess.Popen(_script("watchdog.py"), stdin=subprocess.PIPE)
+            self._watchdog = subprocess.Popen(
+                (*_script("watchdog.py"), *self._watchdog_options), stdin=subprocess.PIPE
+            )
         return ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:

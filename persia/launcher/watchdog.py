@@ -2,7 +2,8 @@
 
 Run as a script, in a process of its own: reads lines "+<process group>" and "-<process group>" from the
 standard input, whose other end only the supervisor holds. When that end closes, the groups still listed are
-terminated. A pipe rather than PR_SET_PDEATHSIG, which fires when the *thread* that started a child ends.
+terminated. A pipe rather than PR_SET_PDEATHSIG, which fires when the *thread* that started a child ends. With
+"--detach" it is no child of the supervisor, whose end may be that of its children: Ray kills them.
 Imports nothing of persia.
 """
 
@@ -27,6 +28,10 @@ def _signal_groups(groups: set[int], number: int) -> set[int]:
 
 def main() -> None:
     """Reads until the supervisor is gone."""
+    if "--detach" in sys.argv:
+        if os.fork():
+            os._exit(0)
+        os.setsid()
     # Ctrl-C reaches this process, too; the supervisor decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
