@@ -1,8 +1,8 @@
 """Processes on the nodes of a Ray cluster, as a `ProcessGroup`: each in a place, which is an actor.
 
 A place runs a process under a `Supervisor`, on the node where Ray has put it. When the actor dies, the
-supervisor's watchdog ends the process, and Ray makes the place anew: elsewhere if the node has died. The driver
-takes the process for dead, and decides whether to start it again.
+supervisor's watchdog ends the process, and Ray makes the place anew: elsewhere if the node has died. The
+driver takes the process for dead, and decides whether to start it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import TimeoutError as WaitTimeoutError
+from concurrent.futures import wait
 from dataclasses import replace
 from typing import Any
 
@@ -146,7 +146,8 @@ class PlacedProcess(SupervisedProcess):
     def _follow(self) -> None:
         try:
             start = self._place.start.options(**_UNTIL_IT_IS_THERE)
-            ray.get(start.remote(self._run, self.spec, self.num_restarts, os.getcwd()))
+            begun = start.remote(self._run, self.spec, self.num_restarts, os.getcwd())
+            _result(begun, lambda: f"waiting for Ray to have a place for {self.name}")
             while self._exit_code is None:
                 lines, self._exit_code = ray.get(self._place.poll.remote(self._run))
                 for line in lines:
@@ -181,7 +182,9 @@ class PlacedProcesses(ProcessGroup[PlacedProcess]):
     def free_address(self, name: str) -> tuple[str, int]:
         """Of the node where the process is or will be. Waits until Ray has a place for it."""
         call = self._places[name].free_address.options(**_UNTIL_IT_IS_THERE)
-        address: tuple[str, int] = call.remote().future().result()
+        address: tuple[str, int] = _result(
+            call.remote(), lambda: f"waiting for Ray to have a place for {name}"
+        )
         return address
 
 
@@ -191,14 +194,7 @@ def reserve(needs: Mapping[str, Resources], strategy: str) -> dict[str, Any]:
     Waits until the cluster has them all.
     """
     group = placement_group([dict(need) for need in needs.values()], strategy=strategy)
-    ready = group.ready().future()
-    while True:
-        try:
-            # Not ray.get, which would lose what a handler of signals raises.
-            ready.result(_PENDING_S)
-            break
-        except WaitTimeoutError:
-            tell(_shortage(needs))
+    _result(group.ready(), lambda: _shortage(needs))
     places = {name: _make_place(group, index, need) for index, (name, need) in enumerate(needs.items())}
     return {NATS: _make_place(group, 0, {}), **places}
 
@@ -218,6 +214,15 @@ def _make_place(group: Any, index: int, need: Resources) -> Any:
         )
         .remote()
     )
+
+
+def _result(reference: Any, patience: Callable[[], str]) -> Any:
+    """Of a call. While there is none, the user is asked for patience now and then."""
+    # Not ray.get, which would lose what a handler of signals raises.
+    future = reference.future()
+    while not wait([future], _PENDING_S).done:
+        tell(patience())
+    return future.result()
 
 
 def _shortage(needs: Mapping[str, Resources]) -> str:
