@@ -156,7 +156,7 @@ class PlacedProcess(SupervisedProcess):
             self._add_line(f"its Ray actor is gone: {error}")
             self.is_place_lost, self._exit_code = True, -signal.SIGKILL
         except RayError as error:
-            self._add_line(f"it could not be started: {getattr(error, 'cause', None) or error}")
+            self._add_line(f"it cannot run: {getattr(error, 'cause', None) or error}")
             self._exit_code = 1
         self._on_exit(self)
         self._ended.set()
