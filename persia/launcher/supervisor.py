@@ -256,6 +256,8 @@ class Supervisor(ProcessGroup[ManagedProcess]):
             self._watchdog = subprocess.Popen(
                 (*_script("watchdog.py"), *self._watchdog_options), stdin=subprocess.PIPE
             )
+            if self._watchdog_options:
+                self._watchdog.wait()  # the watchdog is a child of that process
         return ManagedProcess(spec, self._sink, self._ended.put, num_restarts, self._watchdog.stdin)
 
     def stop(self, grace_s: float = _GRACE_S) -> None:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -238,3 +239,25 @@ time.sleep(1000)
         assert is_alive(sleeper)
         killed.kill()
     wait_until(lambda: not is_alive(sleeper))
+
+
+def test_a_detached_watchdog_outlives_the_children_of_its_supervisor():
+    """Ray kills them when a process of its own ends, and would so leave the children of these."""
+    code = """
+import os, time
+from persia.launcher.supervisor import ProcessSpec, Supervisor
+
+script = "trap '' TERM; sleep 1000 & echo $!; wait"
+supervisor = Supervisor(lambda _name, line: print(line, flush=True), detach_watchdog=True)
+supervisor.start(ProcessSpec(name="p", command=("sh", "-c", script), env=dict(os.environ)))
+time.sleep(1000)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as killed:
+        deaf = int(killed.stdout.readline())
+        killed.send_signal(signal.SIGSTOP)  # it would end what its child leaves
+        for task in Path(f"/proc/{killed.pid}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        assert is_alive(deaf)
+        killed.kill()
+    wait_until(lambda: not is_alive(deaf))
