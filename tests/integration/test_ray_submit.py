@@ -112,21 +112,23 @@ class Submitted:
 
     def processes(self) -> dict[int, list[str]]:
         """Processes of the job, by their numbers, with their command lines."""
-        url = self.await_output(r"PERSIA_NATS_URL=(\S+)") if self.driver.poll() is None else None
-        url = url or re.findall(r"PERSIA_NATS_URL=(\S+)", self.output)[-1]
+        url = re.findall(r"PERSIA_NATS_URL=(\S+)", self.output)[-1]
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                if f"PERSIA_NATS_URL={url}" in (folder / "environ").read_text().split("\0"):
+                if f"PERSIA_NATS_URL={url}\0".encode() in (folder / "environ").read_bytes():
                     found[int(folder.name)] = (folder / "cmdline").read_text().split("\0")
             except OSError:  # it has ended
                 continue
         return found
 
     def pid_of(self, *words: str) -> int:
-        """Of the process whose command line has all `words`."""
-        (pid,) = (pid for pid, command in self.processes().items() if set(words) <= set(command))
-        return pid
+        """Of the process whose command line has all `words`, once there is one."""
+        for _ in Attempts(DEADLINE_S, pause_s=0.2):
+            found = [pid for pid, command in self.processes().items() if set(words) <= set(command)]
+            if len(found) == 1:
+                return found[0]
+        pytest.fail(f"no process {words}: {self.processes()}")
 
     def await_nothing_left(self) -> None:
         for _ in Attempts(DEADLINE_S, pause_s=0.2):
