@@ -41,6 +41,7 @@ class RayJob(JobDescription):
 
     nodes: int
     resources: _Needs
+    variables: Mapping[str, str]
     max_restarts: int
 
     def need_of(self, name: str) -> Mapping[str, float]:
@@ -60,6 +61,13 @@ def _amounts(_ctx: click.Context, _param: click.Parameter, given: Any) -> _Needs
         if not needs[role]:
             raise click.BadParameter(f"{role} must need something")
     return needs
+
+
+def _variables(_ctx: click.Context, _param: click.Parameter, given: Any) -> Mapping[str, str]:
+    for text in given:
+        if not text.partition("=")[0] or "=" not in text:
+            raise click.BadParameter(f"{text!r} is not like NAME=VALUE")
+    return dict(text.split("=", 1) for text in given)
 
 
 @click.group("ray", cls=Group)
@@ -83,6 +91,14 @@ def command() -> None:
     callback=_amounts,
     help="What a process of a role needs, of ranks a group: parameter-servers 'CPU=16 memory=64e9', or ranks "
     "'CPU=16 GPU=8'. Memory is in bytes; other names are the cluster's own. Default: CPU=1, of ranks 1 each.",
+)
+@option(
+    "--env",
+    "variables",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_variables,
+    help="A variable for the job's processes; once for each. They also get this command's PERSIA_* variables.",
 )
 @option(
     "--copy-folder",
@@ -166,6 +182,7 @@ class _Processes(JobProcesses):
         own = {name: text for name, text in os.environ.items() if name.startswith("PERSIA_")}
         return {
             **{name: text for name, text in own.items() if name not in _OF_THIS_HOST},
+            **self._job.variables,
             "PERSIA_NATS_URL": self._nats_url,
             "PERSIA_JOB_NAME": self._job.job_name,
             "PERSIA_JOB_SECRET": secret.find().text,

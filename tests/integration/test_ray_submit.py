@@ -190,7 +190,7 @@ def test_a_whole_job_trains_and_its_embedding_worker_is_started_again(cluster, s
 
 
 def test_the_first_failure_is_the_exit_code(submit):
-    job = submit("import os, sys\nprint('rank', os.environ['RANK'])\nsys.exit(7)\n")
+    job = submit("import os, sys\nsys.exit(int(os.environ['CODE']))\n", "--env", "CODE=7")
     assert job.await_end() == 7, job.output
     assert "nn-worker ended with exit code 7; the job was stopped" in job.output
     job.await_nothing_left()

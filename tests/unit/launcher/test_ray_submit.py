@@ -44,6 +44,13 @@ def test_a_process_needs_something(folder, text):
     assert "parameter-servers must need something" in result.output
 
 
+@pytest.mark.parametrize("text", ["NAME", "=1"])
+def test_a_variable_has_a_name_and_a_value(folder, text):
+    result = submit("--env", text)
+    assert result.exit_code == 2
+    assert f"{text!r} is not like NAME=VALUE" in result.output
+
+
 def test_missing_files_are_found_first(folder):
     result = submit("--data-loader", "nowhere.py")
     assert result.exit_code == 1
