@@ -98,7 +98,7 @@ def command() -> None:
     multiple=True,
     metavar="NAME=VALUE",
     callback=_variables,
-    help="A variable for the job's processes; once for each. They also get this command's PERSIA_* variables.",
+    help="A variable of the job's processes; once for each. They also get this command's PERSIA_* ones.",
 )
 @option(
     "--copy-folder",
