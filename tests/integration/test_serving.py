@@ -422,16 +422,20 @@ def test_a_port_in_use_is_said_before_a_model_is_loaded(tmp_path: Path, config: 
 def lookups_pass_by_a_dead_worker(addresses: list[str]) -> None:
     """The first worker is dead, the second is not."""
     ids = PersiaBatch.from_bytes(make_batch([20])).encode_id_features()
-    rows = RemoteRows(addresses, deadline_s=240)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("persia.job.inference._TRY_S", 240.0)  # a retry until the time-out takes as long
         started = time.monotonic()
-        rows.lookup(ids)
+        RemoteRows(addresses, deadline_s=240).lookup(ids)
         assert time.monotonic() - started < 120, "a refused connection fails at once"
+    rows = RemoteRows(addresses, deadline_s=240)  # whose probes have the usual time-out
     dead = rows._workers[0]
+    most = time.monotonic() + START_S
+    while dead.failure is None:
+        assert time.monotonic() < most, "it is not found down"
+        rows.lookup(ids)
     asked: list[str] = []
     dead.client = Counting(dead.client, asked)
-    least, most = time.monotonic() + 3, time.monotonic() + START_S
+    least = time.monotonic() + 3
     while time.monotonic() < least or "sizes" not in asked:
         assert time.monotonic() < most, "the probe asks"
         rows.lookup(ids)

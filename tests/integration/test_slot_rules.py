@@ -153,5 +153,5 @@ def test_a_slots_capacity_is_each_servers(job: Job, cluster: LocalCluster) -> No
     assert held.sum() == 2 * 8
     assert held[-40:].sum() >= 14, "the newest of each internal shard"
     np.testing.assert_array_equal(job.rows("of_job", IDS), before)
-    evicted = Pages(cluster, 3).sum(EMBEDDING_PARAMETER_SERVER, "persia_evicted_rows")
+    evicted = Pages(cluster, 4).sum(EMBEDDING_PARAMETER_SERVER, "persia_evicted_rows")
     assert evicted == 400 - 16
