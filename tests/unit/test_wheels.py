@@ -154,4 +154,4 @@ def test_a_release_uploads_the_wheels_that_it_has_tried() -> None:
     tried = [
         re.findall(r"torch==(\S+) build/dist/persia-\*-(\S+)-\*\.whl$", line) for line in oldest.splitlines()
     ]
-    assert tried == [[("2.4.0", "cp31[012]")], [("2.5.0", "cp313")]]
+    assert tried == [[("2.4.0", "cp31[012]")], [("2.6.0", "cp313")]]
