@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheels"
 TOOLS = WORK / "tools"
+EMULATED = WORK / "emulated"
+EMULATOR = Path(shutil.which("qemu-aarch64-static") or "/usr/bin/qemu-aarch64-static")
 PACKAGES = TOOLS / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
 ARCHITECTURES = ("x86_64", "aarch64")
@@ -248,11 +251,61 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def emulate_in_place(program: Path) -> None:
+    """Puts a script in the place of a program of aarch64, which runs it under its name."""
+    moved = program.rename(program.with_name(f"{program.name}.aarch64"))
+    command = shlex.join(map(str, (EMULATOR, "-L", EMULATED, "-0")))
+    program.write_text(f'#!/bin/sh\nexec {command} "$0" {shlex.quote(str(moved))} "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+
+
+def emulated_python() -> Path:
+    """The distribution's Python for aarch64, with all that it depends on, in a folder of its own."""
+    script = EMULATED / "usr" / "bin" / "python3"
+    if not (EMULATED / "ready").exists():
+        say(f"Python for aarch64, in {EMULATED.relative_to(ROOT)}")
+        require_emulator()
+        shutil.rmtree(EMULATED, ignore_errors=True)
+        (EMULATED / "archives" / "partial").mkdir(parents=True)
+        settings = (
+            "Dir::State::status=/dev/null",  # as on a machine that has nothing yet
+            f"Dir::Cache={EMULATED}",
+            "APT::Architecture=arm64",
+            "APT::Architectures::=arm64",
+            "APT::Sandbox::User=",
+            "Debug::NoLocking=1",
+        )
+        options = [f"--option={setting}" for setting in settings]
+        options += ["--yes", "--no-install-recommends", "--download-only"]
+        run("apt-get", *options, "install", "python3-venv")
+        (EMULATED / "usr" / "lib").mkdir(parents=True)
+        (EMULATED / "lib").symlink_to("usr/lib")
+        for package in (EMULATED / "archives").glob("*.deb"):
+            archive = subprocess.check_output(["dpkg-deb", "--fsys-tarfile", package])
+            extract = ("tar", "--extract", "--keep-directory-symlink", "--directory", EMULATED)
+            subprocess.run(extract, input=archive, check=True)
+        emulate_in_place(script.resolve())
+        (EMULATED / "ready").touch()
+    return script.resolve()
+
+
+def is_emulated(wheel: Path) -> bool:
+    return wheel.name.endswith("_aarch64.whl") and platform.machine() != "aarch64"
+
+
+def python_for(wheel: Path) -> Path:
+    """An interpreter that can install the wheel; for aarch64 on another machine, one that qemu runs."""
+    tag = wheel.name.split("-")[2]
+    for python in [emulated_python()] if is_emulated(wheel) else interpreters():
+        if tag_of(python) == tag:
+            return python
+    what = "the distribution's Python is another" if is_emulated(wheel) else "name it in PYTHONS"
+    sys.exit(f"wheels: {wheel.name} needs a Python that is not installed: {what}")
+
+
 def try_wheel(wheel: Path, torch: str) -> None:
     """Runs README's scripts with an installed wheel; no compiler is on PATH and no source on sys.path."""
-    python = next((python for python in interpreters() if tag_of(python) == wheel.name.split("-")[2]), None)
-    if python is None:
-        sys.exit(f"wheels: {wheel.name} needs a Python that is not installed; name it in PYTHONS")
+    python = python_for(wheel)
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder, "environment")
         run(python, "-m", "venv", home, cwd=Path(folder))
@@ -261,9 +314,14 @@ def try_wheel(wheel: Path, torch: str) -> None:
         }
         pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet")
         run(*pip, torch, env=environment, cwd=Path(folder))
+        version = ask(home / "bin" / "python", "__import__('importlib.metadata').metadata.version('torch')")
         begin, begin_cpu = time.monotonic(), processor_s()
         run(*pip, "--only-binary=:all:", wheel.resolve(), env=environment, cwd=Path(folder))
         installed = time.monotonic()
+        if is_emulated(wheel):
+            for program in filter(Path.is_file, (home / "bin").iterdir()):
+                if program.read_bytes().startswith(b"\x7fELF"):
+                    emulate_in_place(program)
         run(home / "bin" / "python", "-c", KERNELS_FIT, env=environment, cwd=Path(folder))
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         for name, text in SCRIPT.findall(readme):
@@ -274,27 +332,27 @@ def try_wheel(wheel: Path, torch: str) -> None:
         shell = shutil.which("sh") or "/bin/sh"
         run(shell, "-ec", cluster, env=environment, cwd=Path(folder))
         say(
-            f"{wheel.name} with {torch}: installed in {installed - begin:.0f} s, first script done after "
-            f"{trained - begin:.0f} s, {trained_cpu - begin_cpu:.0f} s of processor time; a cluster too"
+            f"{wheel.name} with torch {version}: installed in {installed - begin:.0f} s, "
+            f"first script done after {trained - begin:.0f} s, "
+            f"{trained_cpu - begin_cpu:.0f} s of processor time; a cluster too"
+        )
+
+
+def require_emulator(*others: str) -> None:
+    """Ends the program, naming packages, if qemu or another file that emulation needs is missing."""
+    if not all(Path(path).exists() for path in (EMULATOR, "/lib/ld-linux-aarch64.so.1", *others)):
+        sys.exit(
+            "wheels: emulation needs qemu, arm64's C library and GoogleTest's sources. Install them:\n"
+            "  dpkg --add-architecture arm64 && apt-get update\n"
+            "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 libssl-dev:arm64 googletest"
         )
 
 
 def emulate() -> None:
     """The suites of the aarch64 kernels, under qemu where this machine is another."""
-    emulator = []
-    if platform.machine() != "aarch64":
-        qemu = shutil.which("qemu-aarch64-static")
-        if (
-            qemu is None
-            or not Path("/lib/ld-linux-aarch64.so.1").exists()
-            or not Path("/usr/src/googletest").is_dir()
-        ):
-            sys.exit(
-                "wheels: emulation needs qemu, arm64's C library and GoogleTest's sources. Install them:\n"
-                "  dpkg --add-architecture arm64 && apt-get update\n"
-                "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 libssl-dev:arm64 googletest"
-            )
-        emulator = [qemu]
+    emulator = [] if platform.machine() == "aarch64" else [EMULATOR]
+    if emulator:
+        require_emulator("/usr/src/googletest")
     install_tools()
     environment, options = compiler("aarch64")
     gtest, tests = WORK / "aarch64-gtest", WORK / "aarch64-test"

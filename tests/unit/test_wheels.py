@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
 
 import persia._native as native
 
@@ -89,3 +90,68 @@ def test_a_library_of_another_architecture_is_named_with_its_package(
         wheels.static_zstd("x86_64")
     with pytest.raises(SystemExit, match=r"apt-get install gcc-aarch64-linux-gnu$"):
         wheels.static_libgcc("aarch64")
+
+
+def test_a_program_of_another_architecture_runs_under_its_own_name(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A virtual environment finds its packages beside the name that Python was called by."""
+    emulator, program, name = tmp_path / "qemu", tmp_path / "a program", tmp_path / "name"
+    emulator.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
+    emulator.chmod(0o755)
+    program.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(wheels, "EMULATOR", emulator)
+    wheels.emulate_in_place(program)
+    name.symlink_to(program)
+    said = subprocess.run([name, "-c", "two words"], capture_output=True, text=True, check=True).stdout
+    moved = tmp_path / "a program.aarch64"
+    assert said.splitlines() == ["-L", str(wheels.EMULATED), "-0", str(name), str(moved), "-c", "two words"]
+    assert moved.read_bytes() == b"\x7fELF"
+
+
+def test_a_wheel_is_tried_with_a_python_that_fits(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONS", sys.executable)
+    monkeypatch.setattr(wheels, "emulated_python", lambda: Path(sys.executable))
+    monkeypatch.setattr(wheels.platform, "machine", lambda: "x86_64")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    for architecture in wheels.ARCHITECTURES:
+        wheel = Path(f"persia-1-{tag}-{tag}-manylinux_2_28_{architecture}.whl")
+        assert wheels.python_for(wheel).samefile(sys.executable)
+        assert wheels.is_emulated(wheel) == (architecture == "aarch64")
+    with pytest.raises(SystemExit, match=r"not installed: name it in PYTHONS$"):
+        wheels.python_for(Path("persia-1-cp399-cp399-manylinux_2_28_x86_64.whl"))
+    with pytest.raises(SystemExit, match=r"not installed: the distribution's Python is another$"):
+        wheels.python_for(Path("persia-1-cp399-cp399-manylinux_2_28_aarch64.whl"))
+
+
+def test_a_release_uploads_the_wheels_that_it_has_tried() -> None:
+    release = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
+    jobs = release["jobs"]
+    assert jobs["wheels"]["strategy"]["matrix"] == {"os": ["ubuntu-22.04", "ubuntu-22.04-arm"]}
+    commands = [step.get("run", step.get("uses", "")) for step in jobs["wheels"]["steps"]]
+    order = [
+        next(position for position, command in enumerate(commands) if command.startswith(start))
+        for start in (
+            "./run wheels",
+            "./run try-wheels",
+            "python3.10 native/wheels.py",
+            "actions/upload-artifact",
+        )
+    ]
+    assert order == sorted(order)
+    uploads = [
+        step["with"]["path"]
+        for job in jobs.values()
+        for step in job["steps"]
+        if step.get("uses", "").startswith("actions/upload-artifact")
+    ]
+    assert uploads == ["build/dist/*.whl", "build/dist/*.tar.gz"]
+    assert set(jobs["publish"]["needs"]) == {"wheels", "archive"}
+    # Each Python with its oldest PyTorch.
+    (oldest,) = [command for command in commands if command.startswith("python3.10 native/wheels.py")]
+    tried = [
+        re.findall(r"torch==(\S+) build/dist/persia-\*-(\S+)-\*\.whl$", line) for line in oldest.splitlines()
+    ]
+    assert tried == [[("2.4.0", "cp31[012]")], [("2.6.0", "cp313")]]
