@@ -212,7 +212,11 @@ def source(folder: Path, call: str) -> subprocess.CompletedProcess[str]:
     """Calls one function of `run` in a folder of its own."""
     functions = RUN.read_text(encoding="utf-8").replace('\nmain "$@"\n', f"\n{call}\n")
     (folder / "run").write_text(functions, encoding="utf-8")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    # One core: these tests run beside others, as many as there are cores.
+    (folder / "getconf").write_text("#!/bin/sh\necho 1\n", encoding="utf-8")
+    (folder / "getconf").chmod(0o755)
+    programs = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": programs}
     return subprocess.run(
         ["sh", folder / "run"], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -227,6 +231,7 @@ ONCE = "test -e {seen} || {{ touch {seen}; echo {says}; false; }}"
         ({"a": "a bad day"}, {}, 0, "UNSTEADY"),
         ({"a": "WARNING: ThreadSanitizer: data race"}, {}, 1, "a sanitizer has found a defect"),
         ({}, {"b": "kill -SEGV $$"}, 1, "a suite crashed"),
+        ({"a": "a bad day"}, {"b": "test -e crashed || { touch crashed; kill -SEGV $$; }"}, 1, "crashed"),
         ({"a": "a bad day"}, {"b": "false"}, 8, "2 failed: once more"),
         (dict.fromkeys("abcd", "all are bad"), {}, 1, "4 tests failed"),
     ],
@@ -269,3 +274,13 @@ def test_always(name): assert False
     finished = source(tmp_path, "run_pytest test_all.py")
     assert finished.returncode == status, finished.stdout + finished.stderr
     assert says in finished.stderr, finished.stderr
+
+
+def test_a_crash_of_a_python_test_is_no_bad_day(tmp_path: Path) -> None:
+    once = "import os, pathlib\ndef test_once():\n    seen = pathlib.Path(__file__).with_suffix('.seen')\n"
+    once += "    before = seen.exists()\n    seen.touch()\n    assert before"
+    (tmp_path / "test_fails.py").write_text(once, encoding="utf-8")
+    (tmp_path / "test_crashes.py").write_text(once + " or os.kill(os.getpid(), 11)", encoding="utf-8")
+    finished = source(tmp_path, "run_pytest test_fails.py test_crashes.py")
+    assert finished.returncode == 1, finished.stdout + finished.stderr
+    assert "a test ended the process that ran it" in finished.stderr, finished.stderr
