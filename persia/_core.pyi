@@ -304,12 +304,12 @@ def flatten_strings(
 
 def parse_clicks(
     text: Buffer, num_numbers: int, num_categories: int
-) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint64], int, list[tuple[int, str]]]:
+) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.uint64], int, int, list[tuple[int, str]]]:
     """Lines of a label, integers and categories, separated by tabs.
 
     Labels `[n]`, numbers `[num_numbers, n]` and IDs `[num_categories, n]` of good lines, the number of all
-    lines, and (line from 1, reason) of each bad one. An empty number is 0. An ID is the category's hash, or 0
-    if it is empty.
+    lines and of bad ones, and (line from 1, reason) of the first 100 of those. An empty number is 0. An ID is
+    the category's hash, or 0 if it is empty.
     """
 
 def hash_string_buffer(offsets: NDArray[np.int64], data: Buffer) -> NDArray[np.uint64]:

@@ -1,5 +1,6 @@
 // Text of click logs. Every line is in the columns or among the bad ones, and columns have one
 // length.
+#include <algorithm>
 #include <cstdlib>
 
 #include "base/click_lines.h"
@@ -9,7 +10,8 @@ namespace {
 void Check(std::string_view text, size_t num_numbers, size_t num_categories) {
   const persia::ClickLines lines = persia::ParseClickLines(text, num_numbers, num_categories);
   const size_t num_good = lines.labels.size();
-  if (num_good + lines.bad.size() != lines.num_lines) std::abort();
+  if (num_good + lines.num_bad != lines.num_lines) std::abort();
+  if (lines.bad.size() != std::min(lines.num_bad, lines.kMaxNamed)) std::abort();
   if (lines.numbers.size() != num_numbers * num_good) std::abort();
   if (lines.ids.size() != num_categories * num_good) std::abort();
   size_t line = 0;

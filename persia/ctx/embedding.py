@@ -39,10 +39,16 @@ _REMEDIES = {
     "mat1 and mat2 shapes cannot be multiplied": (
         "if its first layer reads them, its in_features must be the sum of their last dimensions"
     ),
-    "must have the same dtype": (
+    "mat1 and mat2 must have the same dtype": (
         "a layer of float32 needs float32: send dense features so, or convert them in `forward`"
     ),
 }
+
+
+def _shape_of(value: object) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
 
 
 class EmbeddingCtx(CheckpointMethods, BaseCtx):
@@ -167,11 +173,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             ids, others = input_names(self.runtime.signature, batch)
             # Not strict: `prepare_features` may be the script's own, with other inputs.
             pairs = zip((*others, *ids), (*dense_tensors, *embeddings), strict=False)
-            inputs_text = ", ".join(
-                f"{name} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-                for name, tensor in pairs
-                if isinstance(tensor, torch.Tensor)
-            )
+            inputs_text = ", ".join(f"{name} {_shape_of(tensor)}" for name, tensor in pairs)
             raise InvalidArgumentError(
                 f"{failure}: the inputs of the model are {inputs_text}; {remedy}"
             ) from failure

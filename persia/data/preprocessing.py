@@ -184,7 +184,7 @@ def _blocks_task(settings: Preprocessing, task: dict[str, Any]) -> Iterator[dict
         shared = {key: task[key] for key in ("file", "mapping")}
         result = shared | {"name": name, "index": block.index, "is_last": block.is_last}
         result |= {"bytes": block.file_bytes, "num_lines": parsed.num_lines, "num_rows": len(parsed.labels)}
-        result |= {"num_bad": len(parsed.bad), "bad": parsed.bad[:_SHOWN]}
+        result |= {"num_bad": parsed.num_bad, "bad": parsed.bad[:_SHOWN]}
         _write(work / step / f"{name}.json", json.dumps(result).encode())
         yield result
 

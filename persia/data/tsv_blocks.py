@@ -6,6 +6,7 @@ nothing but these lines and the vocabulary, so every engine and every partition 
 
 from __future__ import annotations
 
+import codecs
 import io
 import os
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ class Parsed:
     numerical: NDArray[np.int64]  # [columns, records]; a missing value is 0
     ids: NDArray[np.uint64]  # [columns, records]; hashes, and MISSING
     num_lines: int
-    bad: list[tuple[int, str]]  # (line from 1 in the block, reason)
+    num_bad: int
+    bad: list[tuple[int, str]]  # (line from 1 in the block, reason) of the first ones
 
 
 def blocks_of(path: Path, block_bytes: int, first: int = 0, end: int | None = None) -> Iterator[Block]:
@@ -64,6 +66,8 @@ def blocks_of(path: Path, block_bytes: int, first: int = 0, end: int | None = No
             if data and not data.endswith(b"\n"):
                 data += _rest_of_line(path, file)
             position += len(data)
+            if index == 0:
+                data = data.removeprefix(codecs.BOM_UTF8)
             is_last = not _read(path, file, 0)
             if index >= first:
                 yield Block(index, data, raw.tell() - stored, is_last)

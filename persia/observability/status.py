@@ -59,12 +59,14 @@ def find_processes(session: Session, known: Collection[tuple[str, int]] = ()) ->
     missing.
     """
     directory = Directory(session)
+    found: dict[tuple[str, int, int], ServiceInfo] = {}
     processes: list[ServiceInfo] = []
     # Each question waits out its window, because the number of replicas is not known: all roles at once.
     with ThreadPoolExecutor(len(ROLES)) as pool:
         for window_s in _FIND_WINDOWS_S:
-            found = pool.map(functools.partial(directory.present, window_s=window_s), ROLES)
-            processes = [info for infos in found for info in infos]
+            for infos in pool.map(functools.partial(directory.present, window_s=window_s), ROLES):
+                found |= {(info.role, info.index, info.incarnation): info for info in infos}
+            processes = sorted(found.values(), key=lambda info: (ROLES.index(info.role), info.index))
             here = {(info.role, info.index) for info in processes}
             if here.issuperset(known) and not missing_replicas(processes):
                 break

@@ -215,9 +215,10 @@ class Canary:
             self.model.close()
 
     def _is_drawn(self, share: Share, request_id: str, purpose: str) -> bool:
-        if share.value == 0 or self.model is None or self.rolled_back:
+        value = share.value
+        if value == 0 or self.model is None or self.rolled_back:
             return False
-        return is_drawn(share.value, request_id, purpose)
+        return is_drawn(value, request_id, purpose)
 
     def _predict(self, batch: PersiaBatch) -> Prediction:
         if self.model is None:

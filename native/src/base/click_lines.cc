@@ -46,9 +46,10 @@ class Parser {
 
   void Add(std::string_view line) {
     ++lines_.num_lines;
-    if (const std::string reason = Read(line); reason.empty()) {
+    const std::string reason = Read(line);
+    if (reason.empty()) {
       ++num_good_;
-    } else {
+    } else if (++lines_.num_bad <= ClickLines::kMaxNamed) {
       lines_.bad.push_back({lines_.num_lines, reason});
     }
   }
@@ -65,6 +66,8 @@ class Parser {
   // What is wrong with the line, or nothing. The next line writes over what a bad one has written.
   std::string Read(std::string_view line) {
     const size_t num_fields = 1 + num_numbers_ + num_categories_;
+    // Too short to be good, and perhaps behind the end of the columns.
+    if (line.size() < num_fields) return WrongFields(NumFields(line));
     std::string reason;
     size_t index = 0;
     const char* begin = line.data();
@@ -82,8 +85,16 @@ class Parser {
       if (tab == end) break;
       begin = tab + 1;
     }
-    if (index == num_fields) return reason;
-    return "it has " + std::to_string(index) + " fields, must have " + std::to_string(num_fields);
+    return index == num_fields ? reason : WrongFields(index);
+  }
+
+  static size_t NumFields(std::string_view line) {
+    return 1 + static_cast<size_t>(std::count(line.begin(), line.end(), '\t'));
+  }
+
+  std::string WrongFields(size_t count) const {
+    return "it has " + std::to_string(count) + " fields, must have " +
+           std::to_string(1 + num_numbers_ + num_categories_);
   }
 
   std::string ReadNumber(size_t index, std::string_view field) {
@@ -97,7 +108,7 @@ class Parser {
     } else if (value == 0 || value == 1) {
       lines_.labels[num_good_] = static_cast<uint8_t>(*value);
     } else {
-      return "the label is " + (field.empty() ? "empty" : std::string(WithoutSpaces(field))) +
+      return "the label is " + (field.empty() ? "empty" : std::to_string(*value)) +
              ", must be 0 or 1";
     }
     return {};
@@ -127,7 +138,9 @@ uint64_t CategoryId(std::string_view text) {
 
 ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories) {
   const auto num_ends = static_cast<size_t>(std::count(text.begin(), text.end(), '\n'));
-  Parser parser(num_numbers, num_categories, num_ends + (text.ends_with('\n') ? 0 : 1));
+  // A good line has a digit for its label, and its tabs: short ones need no room in the columns.
+  const size_t most = text.size() / (1 + num_numbers + num_categories);
+  Parser parser(num_numbers, num_categories, std::min(num_ends + 1, most));
   while (!text.empty()) {
     std::string_view line = text.substr(0, text.find('\n'));
     text.remove_prefix(std::min(text.size(), line.size() + 1));

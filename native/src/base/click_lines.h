@@ -12,16 +12,18 @@ namespace persia {
 
 // Good lines in their order, column after column. A line that is bad is in no column.
 struct ClickLines {
+  static constexpr size_t kMaxNamed = 100;
+
   struct Bad {
     size_t line;  // from 1
     std::string reason;
   };
 
-  size_t num_lines = 0;
+  size_t num_lines = 0, num_bad = 0;
   std::vector<uint8_t> labels;   // 0 or 1
   std::vector<int64_t> numbers;  // [num_numbers][labels.size()]; 0 where the field is empty
   std::vector<uint64_t> ids;     // [num_categories][labels.size()]
-  std::vector<Bad> bad;
+  std::vector<Bad> bad;          // the first ones, at most kMaxNamed
 };
 
 // The ID of a category in preprocessed data: its StringHash, but 0 for an empty field. ID 1 is left

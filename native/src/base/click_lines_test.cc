@@ -44,6 +44,7 @@ TEST(ClickLines, BadOnesAreNamedAndLeftOut) {
       {"x\t2\t3\ta", "label is 'x', must be an integer"},
       {"\t2\t3\ta", "the label is empty, must be 0 or 1"},
       {"2\t2\t3\ta", "the label is 2, must be 0 or 1"},
+      {std::string(99, '0') + "2\t2\t3\ta", "the label is 2, must be 0 or 1"},
   };
   std::string text;
   for (const Case& one : cases) text += "1\t5\t6\tgood\n" + one.line + "\n";
@@ -54,11 +55,24 @@ TEST(ClickLines, BadOnesAreNamedAndLeftOut) {
   std::vector<int64_t> numbers(cases.size(), 5);
   numbers.resize(2 * cases.size(), 6);
   EXPECT_EQ(lines.numbers, numbers);
+  EXPECT_EQ(lines.num_bad, cases.size());
   ASSERT_EQ(lines.bad.size(), cases.size());
   for (size_t i = 0; i < cases.size(); ++i) {
     EXPECT_EQ(lines.bad[i].line, 2 * i + 2);
     EXPECT_EQ(lines.bad[i].reason, cases[i].reason);
   }
+}
+
+// A file of other data must be an error, and not the end of a machine's memory.
+TEST(ClickLines, ShortOnesNeedNoColumns) {
+  const std::string text = "1\t2\ta\n" + std::string(100'000, '\n') + "0\t\t\n" + "0\t";
+  const ClickLines lines = ParseClickLines(text, 1, 1);
+  EXPECT_EQ(lines.labels, (std::vector<uint8_t>{1, 0}));
+  EXPECT_EQ(lines.ids, (std::vector<uint64_t>{StringHash("a"), 0}));
+  EXPECT_EQ(lines.num_bad, 100'001u);
+  EXPECT_EQ(lines.bad.size(), ClickLines::kMaxNamed);
+  EXPECT_EQ(lines.bad.back().reason, "it has 1 fields, must have 3");
+  EXPECT_LT(lines.ids.capacity(), text.size());
 }
 
 }  // namespace

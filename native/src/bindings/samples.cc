@@ -184,7 +184,7 @@ py::array_t<uint64_t> HashStringBuffer(py::handle offsets, const py::buffer& dat
   return ArrayFrom(std::move(ids));
 }
 
-// (labels, numbers[num_numbers, n], ids[num_categories, n], lines in all, [(line, reason), ...])
+// (labels, numbers[num_numbers, n], ids[num_categories, n], lines, bad ones, [(line, reason), ...])
 py::tuple ParseClicks(const py::buffer& text, uint32_t num_numbers, uint32_t num_categories) {
   const BytesArgument bytes(text, "text");
   const std::string_view chars(reinterpret_cast<const char*>(bytes.bytes().data()),

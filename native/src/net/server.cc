@@ -41,9 +41,10 @@ bool HasWaiting(int listener) {
   return ::poll(&waiting, 1, 0) != 0;
 }
 
-Status CannotListen(const std::string& host, uint16_t port, const std::string& reason) {
-  return IOError("cannot listen on ", host, ":", port, ": ", reason,
-                 "; stop what uses the port, or take another --port or --host");
+Status CannotListen(const std::string& host, uint16_t port, const ErrorCode& error) {
+  const bool is_taken = error == asio::error::address_in_use;
+  return IOError("cannot listen on ", host, ":", port, ": ", error.message(), "; ",
+                 is_taken ? "stop what uses the port, or take" : "take", " another --port or --host");
 }
 
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
@@ -51,7 +52,7 @@ StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::st
   ErrorCode error;
   Tcp::resolver resolver(io);
   const auto results = resolver.resolve(host, std::to_string(port), Tcp::resolver::passive, error);
-  if (error) return CannotListen(host, port, error.message());
+  if (error) return CannotListen(host, port, error);
   return results.begin()->endpoint();
 }
 
@@ -140,7 +141,7 @@ StatusOr<uint16_t> Server::Listen(const std::string& host, uint16_t port) {
   if (!error) acceptor.bind(endpoint, error);
   if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
   if (!error) acceptor.native_non_blocking(true, error);
-  if (error) return CannotListen(host, port, error.message());
+  if (error) return CannotListen(host, port, error);
   const uint16_t bound = acceptor.local_endpoint().port();
   listener_ = UniqueFd(acceptor.release());
   state_.poller.Add(listener_.get(), kListenerTag, EPOLLIN);
