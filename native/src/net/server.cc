@@ -44,7 +44,8 @@ bool HasWaiting(int listener) {
 Status CannotListen(const std::string& host, uint16_t port, const ErrorCode& error) {
   const bool is_taken = error == asio::error::address_in_use;
   return IOError("cannot listen on ", host, ":", port, ": ", error.message(), "; ",
-                 is_taken ? "stop what uses the port, or take" : "take", " another --port or --host");
+                 is_taken ? "stop what uses the port, or take" : "take",
+                 " another --port or --host");
 }
 
 StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
