@@ -66,8 +66,8 @@ def is_drawn(share: float, request_id: str, purpose: str) -> bool:
 class Share:
     """A share of requests: a number, or a file with one, which may change while requests are drawn.
 
-    The file is read while a request waits: it should lie on this machine, as a mounted ConfigMap does. An empty
-    one is being written.
+    The file is read while a request waits: it should lie on this machine, as a mounted ConfigMap does. If it
+    is empty, it is being written.
 
     Raises InvalidArgumentError for a file that has no number from 0 to 1. Later the share stays as it was.
     """

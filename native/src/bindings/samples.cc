@@ -198,7 +198,7 @@ py::tuple ParseClicks(const py::buffer& text, uint32_t num_numbers, uint32_t num
       ArrayFrom(std::move(lines.labels)),
       ArrayFrom(std::move(lines.numbers)).reshape({py::ssize_t{num_numbers}, size}),
       ArrayFrom(std::move(lines.ids)).reshape({py::ssize_t{num_categories}, size}), lines.num_lines,
-      bad);
+      lines.num_bad, bad);
 }
 
 }  // namespace
