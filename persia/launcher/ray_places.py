@@ -116,7 +116,7 @@ class Place:
         """`Run.poll`. None: it does not run here, as Ray has made this place anew."""
         with self._lock:
             known = self._run if run == self._number else None
-        return known and known.poll()
+        return None if known is None else known.poll()
 
     def _is_new(self, run: int) -> bool:
         """If so, ends what runs. The caller holds the lock."""
@@ -280,8 +280,9 @@ def _result(
     except RayTaskError as error:  # of our own code
         raise FailedPreconditionError(f"there is no {what}: {error.cause}") from error
     except RayError as error:
+        reason = str(error).splitlines()[-1]  # before it is a traceback
         raise FailedPreconditionError(
-            f"Ray could not start {what}: {error}; the nodes need the same persia"
+            f"Ray could not start {what}: {reason}; the nodes need the same persia"
         ) from error
 
 

@@ -63,6 +63,8 @@ def _amounts(_ctx: click.Context, _param: click.Parameter, given: Any) -> _Needs
             raise click.BadParameter(f"{role} are there twice, the second time with {text!r}")
         try:
             amounts = {name: float(amount) for name, amount in (word.split("=") for word in text.split())}
+            if "" in amounts:  # it would abort this process
+                raise ValueError
         except ValueError:
             raise click.BadParameter(f"{text!r} is not like 'CPU=8 GPU=1 memory=64e9'") from None
         for name, amount in amounts.items():
