@@ -70,8 +70,8 @@ class Run:
     def end(self) -> None:
         """Kills what runs. Its output is of no more use."""
         self._is_over = True
-        self.process.send_signal(signal.SIGKILL)
-        self._supervisor.stop()
+        self._supervisor.kill([self.process.name])
+        self._supervisor.stop()  # its watchdog
 
     def _put(self, _name: str, line: str) -> None:
         while not self._is_over:

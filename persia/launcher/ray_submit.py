@@ -111,7 +111,8 @@ def command() -> None:
     multiple=True,
     metavar="NAME=VALUE",
     callback=_variables,
-    help="A variable of the job's processes; once for each. They also get this command's PERSIA_* ones.",
+    help="A variable of the job's processes; once for each. They also get this command's PERSIA_* ones, "
+    "but for its addresses.",
 )
 @option(
     "--copy-folder",

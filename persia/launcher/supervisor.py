@@ -230,7 +230,7 @@ class ProcessGroup(ABC, Generic[_Process]):
             process = self._ended.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        process.wait(_OUTPUT_END_S)
+        process.wait(_GRACE_S)  # it says so a moment before
         return process
 
     def kill(self, names: Collection[str]) -> None:
