@@ -26,7 +26,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from persia.errors import FailedPreconditionError, NotFoundError
+from persia.errors import FailedPreconditionError, NotFoundError, UnavailableError
 from persia.launcher.nats_server import NATS
 from persia.launcher.process_specs import OF_ONE_PROCESS
 from persia.launcher.supervision import tell
@@ -166,6 +166,10 @@ class PlacedProcess(SupervisedProcess):
             if not self._has_begun:
                 self._signal = number
                 self._is_noticed.set()
+            self._tell_place(number)
+
+    def _tell_place(self, number: signal.Signals) -> None:
+        with contextlib.suppress(Exception):  # of a lost cluster, which `_follow` tells
             self._place.send_signal.options(**_UNTIL_IT_IS_THERE).remote(self._run, int(number))
 
     def _follow(self) -> None:
@@ -175,8 +179,7 @@ class PlacedProcess(SupervisedProcess):
             self._exit_code = -self._signal
         except Exception as error:  # of any kind: the job waits for this end
             self._exit_code = 1
-            with contextlib.suppress(Exception):
-                self._place.send_signal.remote(self._run, int(signal.SIGKILL))
+            self._tell_place(signal.SIGKILL)
             self._add_line(f"it is given up: {error}")
         finally:
             self._on_exit(self)
@@ -184,8 +187,8 @@ class PlacedProcess(SupervisedProcess):
 
     def _await_end(self) -> int:
         start = self._place.start.options(**_UNTIL_IT_IS_THERE)
-        begun = start.remote(self._run, self.spec, self.num_restarts, os.getcwd())
-        _result(begun, f"a place for {self.name}", is_noticed=self._is_noticed)
+        what = self._run, self.spec, self.num_restarts, os.getcwd()
+        _result(lambda: start.remote(*what), f"a place for {self.name}", is_noticed=self._is_noticed)
         self._has_begun = True
         while (polled := self._poll()) is not None:
             lines, exit_code = polled
@@ -226,7 +229,7 @@ class PlacedProcesses(ProcessGroup[PlacedProcess]):
     def free_address(self, name: str) -> tuple[str, int]:
         """Of the node where the process is or will be. Waits until Ray has a place for it."""
         call = self._places[name].free_address.options(**_UNTIL_IT_IS_THERE)
-        address: tuple[str, int] = _result(call.remote(), f"a place for {name}")
+        address: tuple[str, int] = _result(call.remote, f"a place for {name}")
         return address
 
 
@@ -236,7 +239,7 @@ def reserve(needs: Mapping[str, Resources], strategy: str) -> dict[str, Any]:
     Waits until the cluster has them all.
     """
     group = placement_group([dict(need) for need in needs.values()], strategy=strategy)
-    _result(group.ready(), "room for the job", lambda: f" ({_shortage(needs)})")
+    _result(group.ready, "room for the job", lambda: f" ({_shortage(needs)})")
     places = {name: _make_place(group, index, need) for index, (name, need) in enumerate(needs.items())}
     return {NATS: _make_place(group, 0, {}), **places}
 
@@ -259,24 +262,24 @@ def _make_place(group: Any, index: int, need: Resources) -> Any:
 
 
 def _result(
-    reference: Any,
+    call: Callable[[], Any],
     what: str,
     more: Callable[[], str] = lambda: "",
     is_noticed: threading.Event | None = None,
 ) -> Any:
-    """Of a call. While there is none, the user reads now and then that `what` is awaited, and `more`.
+    """Of a remote call. While there is none, the user reads now and then that `what` is awaited, and `more`.
 
     CancelledError: `is_noticed` was set before there was one.
     """
-    # Not ray.get, which would lose what a handler of signals raises.
-    future, noticed = reference.future(), is_noticed or threading.Event()
-    future.add_done_callback(lambda _: noticed.set())
-    while not noticed.wait(_PENDING_S):
-        tell(f"waiting for the Ray cluster to have {what}{more()}")
-    if not future.done():
-        raise CancelledError
+    noticed = is_noticed or threading.Event()
     try:
-        return future.result()
+        # Not ray.get, which would lose what a handler of signals raises.
+        future = call().future()
+        future.add_done_callback(lambda _: noticed.set())
+        while not noticed.wait(_PENDING_S):
+            tell(f"waiting for the Ray cluster to have {what}{more()}")
+        if future.done():
+            return future.result()
     except RayTaskError as error:  # of our own code
         raise FailedPreconditionError(f"there is no {what}: {error.cause}") from error
     except RayError as error:
@@ -284,6 +287,9 @@ def _result(
         raise FailedPreconditionError(
             f"Ray could not start {what}: {reason}; the nodes need the same persia"
         ) from error
+    except Exception as error:  # of many classes
+        raise UnavailableError(f"the Ray cluster is lost: {error}") from error
+    raise CancelledError
 
 
 def _shortage(needs: Mapping[str, Resources]) -> str:

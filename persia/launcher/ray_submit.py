@@ -137,11 +137,7 @@ def submit(address: str, copy_folder: bool, **given: Any) -> None:
     job = RayJob(**given)
     job.check()
     _connect(address, copy_folder)
-    try:
-        code = run_job(lambda stack, sink: _start(job, stack, sink), job.max_restarts)
-    except ConnectionError as error:
-        raise UnavailableError(f"the Ray cluster at {address} is lost: {error}") from error
-    sys.exit(code)
+    sys.exit(run_job(lambda stack, sink: _start(job, stack, sink), job.max_restarts))
 
 
 def _connect(address: str, copy_folder: bool) -> None:

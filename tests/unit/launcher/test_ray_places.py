@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from persia.errors import FailedPreconditionError
+from persia.errors import FailedPreconditionError, UnavailableError
 from persia.launcher.ray_submit import RayJob, _Processes
 from persia.launcher.supervisor import ProcessSpec
 
@@ -88,19 +88,24 @@ def test_a_process_that_waits_for_a_place_is_terminated(placed):
     assert waiting.exit_code == -signal.SIGTERM
 
 
-@pytest.mark.parametrize(
-    "actor",
-    [
-        FakeActor(starts=[ConnectionError("Client is shutting down")]),
-        FakeActor(polls=[ConnectionError("Client is shutting down")]),
-    ],
-)
-def test_a_lost_connection_ends_the_process(placed, actor):
-    group = placed(p=actor)
-    process = group.start(spec())
-    assert group.next_ended(DEADLINE_S) is process
-    assert process.exit_code == 1
-    assert "Client is shutting down" in process.output
+@pytest.mark.parametrize("lost", [ConnectionError("Client is shutting down"), Exception("not connected")])
+@pytest.mark.parametrize("call", ["start", "poll"])
+def test_a_lost_cluster_ends_every_process(placed, monkeypatch, call, lost):
+    def fail(*_arguments: object) -> None:
+        raise lost
+
+    actor = FakeActor(starts=[None, None])
+    for name in (call, "send_signal", "free_address"):
+        monkeypatch.setattr(actor, name, Call(fail))
+    group = placed(p=actor, q=actor)
+    processes = [group.start(spec("p")), group.start(spec("q"))]
+    group.kill(["p", "q"])
+    for process in processes:
+        assert process.wait(DEADLINE_S) == 1
+        assert str(lost) in process.output
+    assert {group.next_ended(DEADLINE_S), group.next_ended(DEADLINE_S)} == set(processes)
+    with pytest.raises(UnavailableError, match=f"the Ray cluster is lost: {lost}"):
+        group.free_address("p")
 
 
 def test_a_line_that_cannot_be_printed_ends_the_process(placed):
