@@ -206,6 +206,8 @@ class PlacedProcess(SupervisedProcess):
         except RayActorError as error:
             self._add_line(f"its Ray actor is gone: {error}")
             return None
+        except ConnectionError as error:
+            raise UnavailableError(f"the Ray cluster is lost: {error}") from error
         return polled
 
 
