@@ -170,7 +170,8 @@ class PlacedProcess(SupervisedProcess):
 
     def _tell_place(self, number: signal.Signals) -> None:
         with contextlib.suppress(Exception):  # of a lost cluster, which `_follow` tells
-            self._place.send_signal.options(**_UNTIL_IT_IS_THERE).remote(self._run, int(number))
+            options = {} if self._has_begun else _UNTIL_IT_IS_THERE
+            self._place.send_signal.options(**options).remote(self._run, int(number))
 
     def _follow(self) -> None:
         try:
@@ -241,7 +242,7 @@ def reserve(needs: Mapping[str, Resources], strategy: str) -> dict[str, Any]:
     Waits until the cluster has them all.
     """
     group = placement_group([dict(need) for need in needs.values()], strategy=strategy)
-    _result(group.ready, "room for the job", lambda: f" ({_shortage(needs)})")
+    _result(group.ready, "places for the job", lambda: f" ({_shortage(needs)})")
     places = {name: _make_place(group, index, need) for index, (name, need) in enumerate(needs.items())}
     return {NATS: _make_place(group, 0, {}), **places}
 
@@ -283,7 +284,7 @@ def _result(
         if future.done():
             return future.result()
     except RayTaskError as error:  # of our own code
-        raise FailedPreconditionError(f"there is no {what}: {error.cause}") from error
+        raise FailedPreconditionError(f"Ray could not start {what}: {error.cause}") from error
     except RayError as error:
         reason = str(error).splitlines()[-1]  # before it is a traceback
         raise FailedPreconditionError(
