@@ -32,7 +32,13 @@ _ROLE_OF = dict(
 )
 _Needs = Mapping[str, Mapping[str, float]]
 # Of the host where the command runs, not of the job.
-_OF_THIS_HOST = {*OF_ONE_PROCESS, "PERSIA_ADVERTISE_HOST", "PERSIA_JOB_SECRET_FILE"}
+_OF_THIS_HOST = {
+    *OF_ONE_PROCESS,
+    "PERSIA_ADVERTISE_HOST",
+    "PERSIA_BIND_HOST",
+    "PERSIA_JOB_SECRET_FILE",
+    "PERSIA_SOCKET_IFNAME",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +57,20 @@ class RayJob(JobDescription):
 
 
 def _amounts(_ctx: click.Context, _param: click.Parameter, given: Any) -> _Needs:
-    needs = {}
+    needs: dict[str, dict[str, float]] = {}
     for role, text in given:
+        if role in needs:
+            raise click.BadParameter(f"{role} are there twice, the second time with {text!r}")
         try:
-            pairs = (word.split("=") for word in text.split())
-            needs[role] = {name: float(amount) for name, amount in pairs if float(amount) > 0}
+            amounts = {name: float(amount) for name, amount in (word.split("=") for word in text.split())}
+            if "" in amounts:  # it would abort this process
+                raise ValueError
         except ValueError:
             raise click.BadParameter(f"{text!r} is not like 'CPU=8 GPU=1 memory=64e9'") from None
+        for name, amount in amounts.items():
+            if amount < 0 or not (amount < 1 or amount.is_integer()):
+                raise click.BadParameter(f"{name}={amount:g} is neither a whole number nor a part of 1")
+        needs[role] = {name: amount for name, amount in amounts.items() if amount}
         if not needs[role]:
             raise click.BadParameter(f"{role} must need something")
     return needs
@@ -98,7 +111,8 @@ def command() -> None:
     multiple=True,
     metavar="NAME=VALUE",
     callback=_variables,
-    help="A variable of the job's processes; once for each. They also get this command's PERSIA_* ones.",
+    help="A variable of the job's processes; once for each. They also get this command's PERSIA_* ones, "
+    "but for its addresses.",
 )
 @option(
     "--copy-folder",
@@ -162,8 +176,8 @@ class _Processes(JobProcesses):
         self._nats_url = ""
 
     def specs(self) -> list[ProcessSpec]:
+        master = self._placed.free_address(_groups(self._job)[0])  # which may take long
         broker = [] if self._placed.is_running(NATS) else [self._broker()]
-        master = self._placed.free_address(_groups(self._job)[0])
         return broker + _specs(self._job, self._env(), *master)
 
     def _broker(self) -> ProcessSpec:

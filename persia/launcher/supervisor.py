@@ -31,8 +31,10 @@ OutputSink = Callable[[str, str], None]  # (process name, line without its end)
 # Enough for a traceback; a process that runs for days must not fill the memory of its supervisor.
 _KEPT_LINES = 2000
 _MAX_LINE_BYTES = 64 << 10
-# A grandchild may keep the pipe open after the process has ended; a busy machine may keep the reader waiting.
-_OUTPUT_END_S = 5.0
+# A grandchild may keep the pipe open after the process has ended: how long to wait for another line, and how
+# often.
+_OUTPUT_END_S = 1.0
+_OUTPUT_ENDS = 5
 _GRACE_S = 5.0
 _KILL_S = 60.0  # the kernel frees the memory of a large server
 # Not a session: Linux shares processors between sessions first, and within them by niceness (autogroup), so
@@ -119,6 +121,7 @@ class ManagedProcess(SupervisedProcess):
             stderr=subprocess.STDOUT,
             **_GROUP_OF_ITS_OWN,
         )
+        self._num_lines = 0
         self._reader = threading.Thread(target=self._read, name=f"persia-output-{spec.name}", daemon=True)
         self._waiter = threading.Thread(target=self._await_end, name=f"persia-wait-{spec.name}", daemon=True)
         self._reader.start()
@@ -154,6 +157,7 @@ class ManagedProcess(SupervisedProcess):
             # Bounded: a process that writes no newline must not fill our memory.
             while chunk := stdout.readline(_MAX_LINE_BYTES):
                 self._add_line(chunk.decode(errors="replace").rstrip("\r\n"))
+                self._num_lines += 1
 
     def _await_end(self) -> None:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -164,9 +168,16 @@ class ManagedProcess(SupervisedProcess):
             self._tell_watchdog()
             self._exit_code = self._popen.wait()
             self._is_reaped = True
-        self._reader.join(_OUTPUT_END_S)
+        self._await_output()
         self._on_exit(self)
         self._ended.set()
+
+    def _await_output(self) -> None:
+        for _ in range(_OUTPUT_ENDS):
+            known = self._num_lines
+            self._reader.join(_OUTPUT_END_S)
+            if known == self._num_lines or not self._reader.is_alive():
+                return
 
 
 _Process = TypeVar("_Process", bound=SupervisedProcess)
@@ -219,7 +230,7 @@ class ProcessGroup(ABC, Generic[_Process]):
             process = self._ended.get(timeout=timeout_s)
         except queue.Empty:
             return None
-        process.wait(_OUTPUT_END_S)
+        process.wait(_GRACE_S)  # it says so a moment before
         return process
 
     def kill(self, names: Collection[str]) -> None:

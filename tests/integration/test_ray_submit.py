@@ -242,6 +242,21 @@ def test_a_place_of_the_broker_that_is_lost_restarts_the_job(submit):
     assert "start 1" in job.output
 
 
+def test_a_process_that_waits_for_a_place_is_started_again_with_the_others(cluster, submit):
+    node = cluster.add_node(rare=1)
+    needs = ["--resources", "embedding-workers", "rare=1"]
+    for role in ("parameter-servers", "ranks"):
+        needs += ["--resources", role, "some=1"]
+    job = submit(f"import os\nprint('pid', os.getpid())\n{STAY_ONCE}", *needs, "--max-restarts", "2")
+    pid = int(job.await_output(r"pid (\d+)"))
+    job.await_output("embedding-worker 0 of 1 .* is ready")
+    cluster.remove_node(node)
+    job.await_output("waiting for the Ray cluster to have a place for embedding-worker-0")
+    os.kill(pid, signal.SIGKILL)
+    assert job.await_end() == 0, job.output
+    assert "start 1" in job.output
+
+
 def test_places_of_a_dead_node_move_to_another(cluster, submit, tmp_path):
     """Two groups of ranks, whose embedding worker is on a node that dies."""
     nodes = [cluster.add_node(spot=1) for _ in range(2)]

@@ -30,18 +30,31 @@ def test_without_ray_it_says_what_to_install(folder):
     assert "pip install 'persia[ray]'" in result.output
 
 
-@pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=1=2", "CPU=1,GPU=1"])
+@pytest.mark.parametrize("text", ["CPU", "CPU=many", "CPU=1=2", "CPU=1,GPU=1", "=1"])
 def test_resources_that_cannot_be_read(folder, text):
     result = submit("--resources", "ranks", text)
     assert result.exit_code == 2
     assert f"{text!r} is not like 'CPU=8 GPU=1 memory=64e9'" in result.output
 
 
-@pytest.mark.parametrize("text", ["", "CPU=0", "CPU=-1"])
+@pytest.mark.parametrize("text", ["", "CPU=0"])
 def test_a_process_needs_something(folder, text):
     result = submit("--resources", "parameter-servers", text)
     assert result.exit_code == 2
     assert "parameter-servers must need something" in result.output
+
+
+@pytest.mark.parametrize("amount", ["-1", "1.5", "nan", "inf"])
+def test_amounts_that_ray_would_refuse(folder, amount):
+    result = submit("--resources", "ranks", f"GPU=1 CPU={amount}")
+    assert result.exit_code == 2
+    assert f"CPU={amount} is neither a whole number nor a part of 1" in result.output
+
+
+def test_a_role_has_its_resources_once(folder):
+    result = submit("--resources", "ranks", "CPU=1", "--resources", "ranks", "CPU=2")
+    assert result.exit_code == 2
+    assert "ranks are there twice, the second time with 'CPU=2'" in result.output
 
 
 @pytest.mark.parametrize("text", ["NAME", "=1"])

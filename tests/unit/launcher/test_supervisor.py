@@ -183,6 +183,27 @@ def test_what_a_process_leaves_behind_ends_with_it(supervisor, lines):
     wait_until(lambda: not is_alive(grandchild))
 
 
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_a_daemon_that_keeps_the_pipe_delays_the_end_for_a_bounded_time(supervisor, lines, is_writing):
+    write = "while True: print('on', flush=True)" if is_writing else "import time; time.sleep(1000)"
+    start = f"import subprocess as s, sys\ns.Popen([sys.executable, '-c', {write!r}], start_new_session=True)"
+    print_pid = start.replace("\n", "\nprint(") + ".pid); import time; time.sleep(1000)"
+    process = supervisor.start(python("p", print_pid))
+    wait_until(lambda: any(line.isdigit() for _, line in lines))
+    joined = []
+
+    def join(timeout_s: float) -> None:
+        joined.append(timeout_s)
+        known = len(lines)
+        wait_until(lambda: not is_writing or len(lines) > known + 1)
+
+    process._reader.join = join
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    os.kill(int(next(line for _, line in lines if line.isdigit())), signal.SIGKILL)
+    assert joined == [1.0] * (5 if is_writing else 1)
+
+
 def test_a_process_starts_while_another_thread_stops_all(supervisor, monkeypatch):
     stopping = threading.Thread(target=supervisor.stop)
 
