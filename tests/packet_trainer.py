@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -48,9 +47,7 @@ class Model(torch.nn.Module):
 
 def script(factor: float) -> bytes:
     buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        torch.jit.save(torch.jit.script(Model(factor)), buffer)
+    torch.jit.save(torch.jit.script(Model(factor)), buffer)
     return buffer.getvalue()
 
 

@@ -260,7 +260,7 @@ def configure(cluster: Any, server_address: str) -> None:
 
 def test_a_port_in_use_is_named():
     port = HttpPort("127.0.0.1", 0, {})
-    with pytest.raises(StorageError, match=f"127.0.0.1:{port.port} .PERSIA_METRICS_PORT"):
+    with pytest.raises(StorageError, match=f"127.0.0.1:{port.port}: .*; set PERSIA_METRICS_PORT"):
         HttpPort("127.0.0.1", port.port, {})
     with pytest.raises(StorageError, match="PERSIA_HEALTH_PORT"):
         HealthService("127.0.0.1", port.port, {"": lambda: True})

@@ -186,10 +186,6 @@ def test_state_dict_and_pickle(tmp_path: Path) -> None:
     assert equal(model, again, batch)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.save.* is deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.load.* is deprecated")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.* is not supported in Python")
 def test_torchscript() -> None:
     model = trained_bags()
     file = io.BytesIO()
