@@ -277,7 +277,8 @@ def emulated_python() -> Path:
         )
         options = [f"--option={setting}" for setting in settings]
         options += ["--yes", "--no-install-recommends", "--download-only"]
-        run("apt-get", *options, "install", "python3-venv")
+        # What wheels of numpy and torch expect of a distribution, besides Python.
+        run("apt-get", *options, "install", "python3-venv", "libstdc++6")
         (EMULATED / "usr" / "lib").mkdir(parents=True)
         (EMULATED / "lib").symlink_to("usr/lib")
         for package in (EMULATED / "archives").glob("*.deb"):
