@@ -75,7 +75,10 @@ def _cores(_context: click.Context, _option: click.Parameter, value: str | None)
     help="The native program rpc_bench, to judge the RPC as well.",
 )
 @click.option(
-    "--output", type=click.Path(path_type=Path, file_okay=False), default=Path("build/benchmarks"), show_default=True
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("build/benchmarks"),
+    show_default=True,
 )
 @click.option("--add", is_flag=True, help="Keep the rows that the output folder has of other comparisons.")
 def main(
