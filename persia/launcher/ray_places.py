@@ -286,7 +286,7 @@ def _result(
     except RayTaskError as error:  # of our own code
         raise FailedPreconditionError(f"Ray could not start {what}: {error.cause}") from error
     except RayError as error:
-        reason = str(error).splitlines()[-1]  # before it is a traceback
+        reason = str(error).strip().rpartition("\n")[2]  # before it is a traceback
         raise FailedPreconditionError(
             f"Ray could not start {what}: {reason}; the nodes need the same persia"
         ) from error

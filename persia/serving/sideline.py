@@ -66,8 +66,8 @@ def is_drawn(share: float, request_id: str, purpose: str) -> bool:
 class Share:
     """A share of requests: a number, or a file with one, which may change while requests are drawn.
 
-    The file is read while a request waits: it should lie on this machine, as a mounted ConfigMap does. If it
-    is empty, it is being written.
+    The file is read while a request waits: it should lie on this machine, as a mounted ConfigMap does, and be
+    replaced rather than written in place.
 
     Raises InvalidArgumentError for a file that has no number from 0 to 1. Later the share stays as it was.
     """
@@ -86,7 +86,7 @@ class Share:
             try:
                 self._value = _share_of(self._path)
             except InvalidArgumentError as unreadable:
-                error = str(unreadable) if _has_content(self._path) else self._error
+                error = str(unreadable)
             if self._value != before:
                 get_default_logger().info("%s: the share is now %g", self._path, self._value)
             if error and error != self._error:
@@ -103,10 +103,3 @@ def _share_of(path: Path) -> float:
     if not 0 <= share <= 1:
         raise InvalidArgumentError(f"{path} has the share {share:g}: write a number from 0 to 1")
     return share
-
-
-def _has_content(path: Path) -> bool:
-    try:
-        return path.stat().st_size > 0
-    except OSError:
-        return True

@@ -2,8 +2,9 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <optional>
+#include <system_error>
+#include <utility>
 
 #include "base/string_hash.h"
 
@@ -32,6 +33,12 @@ std::optional<int64_t> Integer(std::string_view text) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
   return value;
+}
+
+uint64_t CategoryId(std::string_view text) {
+  if (text.empty()) return 0;
+  const uint64_t hash = StringHash(text);
+  return hash > 1 ? hash : hash + 2;
 }
 
 // Cuts lines into fields, and writes those of good lines into columns of `stride` values.
@@ -129,12 +136,6 @@ class Parser {
 };
 
 }  // namespace
-
-uint64_t CategoryId(std::string_view text) {
-  if (text.empty()) return 0;
-  const uint64_t hash = StringHash(text);
-  return hash > 1 ? hash : hash + 2;
-}
 
 ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories) {
   const auto num_ends = static_cast<size_t>(std::count(text.begin(), text.end(), '\n'));

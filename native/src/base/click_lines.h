@@ -11,6 +11,9 @@
 namespace persia {
 
 // Good lines in their order, column after column. A line that is bad is in no column.
+//
+// The ID of a category is its StringHash, but 0 for an empty field. ID 1 is left to values that are
+// rare, so the two hashes of 2^64 that are 0 and 1 become 2 and 3.
 struct ClickLines {
   static constexpr size_t kMaxNamed = 100;
 
@@ -25,10 +28,6 @@ struct ClickLines {
   std::vector<uint64_t> ids;     // [num_categories][labels.size()]
   std::vector<Bad> bad;          // the first ones, at most kMaxNamed
 };
-
-// The ID of a category in preprocessed data: its StringHash, but 0 for an empty field. ID 1 is left
-// to values that are rare, so the two hashes of 2^64 that are 0 and 1 become 2 and 3.
-uint64_t CategoryId(std::string_view text);
 
 // A line ends at \n, \r\n or the end of the text. A number is a decimal integer of 64 bits.
 ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories);
