@@ -48,7 +48,7 @@ def test_a_process_needs_something(folder, text):
 def test_amounts_that_ray_would_refuse(folder, amount):
     result = submit("--resources", "ranks", f"GPU=1 CPU={amount}")
     assert result.exit_code == 2
-    assert f"CPU={amount} is neither a whole number nor a part of 1" in result.output
+    assert f"CPU={amount} must be a positive whole number, or less than 1" in result.output
 
 
 def test_a_role_has_its_resources_once(folder):
