@@ -69,7 +69,9 @@ def _amounts(_ctx: click.Context, _param: click.Parameter, given: Any) -> _Needs
             raise click.BadParameter(f"{text!r} is not like 'CPU=8 GPU=1 memory=64e9'") from None
         for name, amount in amounts.items():
             if amount < 0 or not (amount < 1 or amount.is_integer()):
-                raise click.BadParameter(f"{role}: {name}={amount:g} must be a positive whole number, or less than 1")
+                raise click.BadParameter(
+                    f"{role}: {name}={amount:g} must be a positive whole number, or less than 1"
+                )
         needs[role] = {name: amount for name, amount in amounts.items() if amount}
         if not needs[role]:
             raise click.BadParameter(f"{role} must need something")
