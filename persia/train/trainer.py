@@ -139,7 +139,7 @@ class Trainer:
         Raises FailedPreconditionError for batches that `load` did not send, for checkpoints of other data or
         that no Trainer wrote, and for a `recovery` whose `state` does not name this trainer.
         """
-        self._console.quiet = ctx.rank > 0
+        self._console.quiet = ctx.rank > 0  # a bar would still redirect what the script prints, and lose it
         self._resume(ctx)
         stopping, trained, num_batches = self.stopping, ctx._pipeline.trained, len(self.train) * self.epochs
         if stopping.reason:  # data loaders ask the ranks, and leave all batches out
@@ -152,7 +152,7 @@ class Trainer:
             for callback in self.callbacks if ctx.rank == 0 else ():
                 callback.start()
                 resources.callback(callback.end)
-            bar = Progress(console=self._console, disable=not self._console.is_terminal)
+            bar = Progress(console=self._console, disable=ctx.rank > 0 or not self._console.is_terminal)
             resources.enter_context(bar)
             task = bar.add_task("training", total=end, completed=ctx.step)
             for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
@@ -228,6 +229,24 @@ def test_an_evaluation_keeps_frozen_modules_frozen() -> None:
     job.fit(Trainer(Clicks(), Clicks(2, first=100)))
     assert [module.training for module in job.model.tower] == [True, False, True]
     assert job.model.training
+
+
+def test_what_a_script_prints_on_another_rank_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer itself is silent there, also on a terminal."""
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        print("a line of the script")
+        print("a warning of the script", file=sys.stderr)
+        return output.sum()
+
+    trainer = Trainer(Clicks(3), loss=loss)
+    trainer._console = Console(force_terminal=True)
+    with Job().ctx() as ctx:
+        ctx.rank = 1
+        trainer.fit(ctx)
+    printed = capsys.readouterr()
+    assert printed.out == 3 * "a line of the script\n"
+    assert printed.err.count("a warning of the script\n") == 3
 
 
 def _on_a_rank(rank: int, file: str) -> None:
