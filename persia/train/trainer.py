@@ -112,7 +112,6 @@ class Trainer:
         self._loaded: Mapping[str, Any] = {}  # the state of a checkpoint
         # Of the best evaluation and of the newest one: where checkpoints are.
         self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
-        self._clears = not resume  # the next checkpoint replaces those of another job
         self._has_best = False  # the context has the model of the best evaluation
         self._console = Console(soft_wrap=True, highlight=False)
 
@@ -140,6 +139,7 @@ class Trainer:
         that no Trainer wrote, and for a `recovery` whose `state` does not name this trainer.
         """
         self._console.quiet = ctx.rank > 0  # a bar would still redirect what the script prints, and lose it
+        self._clears = not self.resume  # the next checkpoint replaces those of another job
         self._resume(ctx)
         stopping, trained, num_batches = self.stopping, ctx._pipeline.trained, len(self.train) * self.epochs
         if stopping.reason:  # data loaders ask the ranks, and leave all batches out

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from persia import TrainCtx
+from persia.checkpoint.checkpoints import Source
 from persia.ctx import Recovery
 from persia.errors import FailedPreconditionError
 from persia.pipeline.position import DataPosition
@@ -314,3 +315,15 @@ def test_a_new_job_in_a_used_directory_removes_the_old_checkpoints(tmp_path: Pat
     Job().fit(Trainer(Clicks(5), directory=str(tmp_path), resume=False, evaluate_every=2))
     assert not (tmp_path / "best").exists()
     assert Job().fit(Trainer(Clicks(5), directory=str(tmp_path), epochs=2)).step == 10
+
+
+def test_each_new_job_of_a_trainer_removes_the_old_checkpoints(tmp_path: Path) -> None:
+    """The first job's `best` would be loaded at the end of a job that resumes the second one."""
+    held_out = Clicks(4, first=50)
+    trainer = Trainer(Clicks(), held_out, directory=str(tmp_path), evaluate_every=6, resume=False)
+    trainer.epochs = 3
+    assert Job().fit(trainer).step == 36
+    trainer.epochs, trainer.valid = 1, None
+    assert Job().fit(trainer).step == 12
+    assert not (tmp_path / "best").exists()
+    assert Source(tmp_path / "last").manifest.step == 12
