@@ -100,6 +100,19 @@ def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None
     ]
 
 
+@pytest.mark.parametrize("wrong", ["train", "valid"])
+def test_batches_that_end_before_their_length_end_the_job(wrong: str) -> None:
+    class Short(Clicks):
+        def read(self, first: int = 0) -> Iterator[int]:
+            yield from list(super().read())[first:3]
+
+    batches = {"train": Clicks(), "valid": Clicks(4, first=50)} | {wrong: Short(4, first=50)}
+    with pytest.raises(
+        PersiaError, match=r"Short has 4 batches by its len\(\), but its read\(\) ends before batch 3"
+    ):
+        Job().fit(Trainer(**batches))
+
+
 def predictions(ctx: TrainCtx, batches: Clicks) -> tuple[Any, Any]:
     """Probabilities and labels, by another way than the trainer's."""
     logits, labels = [], []
