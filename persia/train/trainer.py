@@ -14,14 +14,14 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from persia.checkpoint.checkpoints import Source, newest_of
 from persia.ctx import DataCtx, TrainCtx, evaluate
 from persia.ctx.ranks import extremes, meet
 from persia.data import Batches, DataLoader, PersiaTrainingBatch, StreamingDataset, StripedBatches
 from persia.embedding.checks import at_least
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.embedding.lr_schedule import check_steps_alone
+from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.nn import ClickQuality, EarlyStopping
 from persia.observability import report
 from persia.pipeline.position import DataPosition
@@ -96,11 +96,7 @@ class Trainer:
         for name, batches in (("train", train), ("valid", valid)):
             if batches is not None and not len(batches):
                 raise InvalidArgumentError(f"{name} has no batches: pass at least one")
-        for scheduler in schedulers:
-            if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
-                raise InvalidTypeError(
-                    "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
-                )
+        check_steps_alone(schedulers)
         at_least(1, "evaluate_every", 1 if evaluate_every is None else evaluate_every)
         self.train, self.valid, self.loss = train, valid, loss or _cross_entropy
         self.evaluate_every, self.resume = evaluate_every, resume
@@ -109,7 +105,7 @@ class Trainer:
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self.stopping = EarlyStopping(metric, patience=patience, target=target)
         self._evaluated = 0  # the step of the last evaluation
-        self._loaded: Mapping[str, Any] = {}  # the state of a checkpoint
+        self._loaded: Mapping[str, Any] = {}  # by a recovery, for the next `fit`
         # Of the best evaluation and of the newest one: where checkpoints are.
         self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
         self._has_best = False  # the context has the model of the best evaluation
@@ -182,6 +178,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
+        if self._loaded:  # a checkpoint before `fit` has what was loaded
+            return dict(self._loaded)
         schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
         job = {"step": self._evaluated, "batches": len(self.train), "schedulers": schedulers}
         return job | self.stopping.state_dict()
@@ -226,10 +224,8 @@ class Trainer:
             quality = self.evaluate(ctx, self.valid)
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)
-            names = ["auc", "log_loss", "normalized_entropy", "calibration"]
-            names += ["num_nonfinite"] if quality.num_nonfinite else []
-            shown = ", ".join(f"{name} {getattr(quality, name):.5g}" for name in names)
-            self._console.print(f"step {ctx.step}: {shown}{' (best)' if self._has_best else ''}")
+            best = " (best)" if self._has_best else ""
+            self._console.print(f"step {ctx.step}: {quality.summary()}{best}")
             if self.stopping.reason and ctx.step < end:
                 self._console.print(f"step {ctx.step}: stopped early, as {self.stopping.reason}")
         if self._places and ctx.rank == 0 and (self._has_best or ctx.recovery is None):
@@ -248,6 +244,7 @@ class Trainer:
     def _resume(self, ctx: TrainCtx) -> None:
         """Continues after the newest checkpoint: that of the context's recovery, or of `directory`."""
         recovery, place, remedy = ctx.recovery, None, "pass resume=False"
+        loaded, self._loaded = self._loaded, {}
         places = self._places if self.resume else []
         if recovery is not None:
             if not self.resume or all(holder is not self for holder in recovery.state.values()):
@@ -260,20 +257,20 @@ class Trainer:
                 remedy = f"remove both directories, {recovery.directory} and {self.directory}"
             if ctx.step:  # it has loaded the state
                 place = Location.of(recovery.directory)
-                self._check(self._loaded, Source(place), remedy)
+                self._check(loaded, Source(place), remedy)
         elif (source := newest_of(places)) is None:
             # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
             ctx._pipeline.start_after(DataPosition())
         else:
-            place, self._loaded = source.location, self._check(source.extra(), source, remedy)
+            place, loaded = source.location, self._check(source.extra(), source, remedy)
             source.check_position(f"use another directory, or {remedy}; {_LOADS_ROWS}")
             ctx.load_checkpoint(str(place))
         self._evaluated = 0
         self.stopping.reset()
         if place is not None:
-            self._evaluated = self._loaded["step"]
-            self.stopping.load_state_dict(self._loaded)
-            for scheduler, state in zip(self.schedulers, self._loaded["schedulers"], strict=True):
+            self._evaluated = loaded["step"]
+            self.stopping.load_state_dict(loaded)
+            for scheduler, state in zip(self.schedulers, loaded["schedulers"], strict=True):
                 scheduler.load_state_dict(state)
             self._console.print(f"step {ctx.step}: resumed from {place}")
         if places:

@@ -64,6 +64,31 @@ def test_a_recovery_resumes_between_evaluations(tmp_path: Path, capsys: pytest.C
     assert len(finished.model.trained) <= 4 * SIZE
 
 
+def test_a_checkpoint_between_entering_and_fit_has_what_was_loaded(tmp_path: Path) -> None:
+    """A script that calls `fit` late, or a dump by hand, must not cost the best evaluation."""
+
+    def trainer(job: Job) -> Trainer:
+        schedulers = job.schedulers()[:1]
+        return Trainer(Clicks(), Clicks(3, first=100), evaluate_every=5, patience=9, schedulers=schedulers)
+
+    def recovery(trainer: Trainer) -> Recovery:
+        return Recovery(tmp_path, every_steps=8, state={"trainer": trainer})
+
+    whole, idle, resumed = Job(), Job(), Job()
+    made = trainer(whole)
+    expected = whole.fit(made, recovery=recovery(made))
+    made = trainer(idle)
+    with idle.ctx(recovery(made)) as ctx:
+        loaded = made.state_dict()
+        assert (ctx.step, loaded["step"], loaded["best_step"]) == (8, 5, 5)
+        ctx.dump_checkpoint(tmp_path, keep_last=2, extra={"trainer": loaded})
+    made = trainer(resumed)
+    with resumed.ctx(recovery(made)) as ctx:
+        assert made.state_dict() == loaded
+        assert made.fit(ctx, reproducible=True) == expected
+        assert made.state_dict()["step"] == 12
+
+
 def test_a_removed_best_checkpoint_is_written_again(tmp_path: Path) -> None:
     """The state of a recovery names an evaluation whose model does not exist any more."""
 
