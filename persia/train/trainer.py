@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from persia.checkpoint.checkpoints import Source, newest_of
 from persia.ctx import DataCtx, TrainCtx, evaluate
+from persia.ctx.evaluation import wait_for_updates
 from persia.ctx.ranks import extremes, meet
 from persia.data import Batches, DataLoader, PersiaTrainingBatch, StreamingDataset, StripedBatches
 from persia.embedding.checks import at_least
@@ -37,7 +39,7 @@ class Fit:
 
     step: int  # batches that this rank had trained at the end, those before a resume included
     best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
-    best: dict[str, float]  # metrics of that evaluation
+    best: dict[str, float]  # `ClickQuality.values()` of that evaluation: its counts of samples are int
     stopped_early: bool
 
 
@@ -72,6 +74,10 @@ class Trainer:
             `valid`.
         InvalidTypeError: a `ReduceLROnPlateau`.
     """
+
+    metric = property(attrgetter("stopping.metric"))  # as the arguments; they cannot be set
+    target = property(attrgetter("stopping.target"))
+    patience = property(attrgetter("stopping.patience"))
 
     def __init__(
         self,
@@ -217,15 +223,13 @@ class Trainer:
 
     def _evaluate(self, ctx: TrainCtx, end: int) -> None:
         """Evaluates and writes a checkpoint. All ranks call it, at the same step; the last step is `end`."""
-        ctx.wait_for_gradients()
-        meet(ctx.world_size)  # no row changes until all train again
+        wait_for_updates(ctx)  # no row changes until all train again
         self._evaluated, self._has_best = ctx.step, False
         if self.valid is not None:
             quality = self.evaluate(ctx, self.valid)
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)
-            best = " (best)" if self._has_best else ""
-            self._console.print(f"step {ctx.step}: {quality.summary()}{best}")
+            self._console.print(f"step {ctx.step}: {quality.summary()}{' (best)' if self._has_best else ''}")
             if self.stopping.reason and ctx.step < end:
                 self._console.print(f"step {ctx.step}: stopped early, as {self.stopping.reason}")
         if self._places and ctx.rank == 0 and (self._has_best or ctx.recovery is None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, PersiaBatch, TrainCtx
+from persia.ctx import evaluate
 from persia.ctx.evaluation import share_buffers
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
@@ -278,6 +280,44 @@ def _on_a_rank(rank: int, file: str) -> None:
 
 def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
     spawn(_on_a_rank, (str(tmp_path / "group"),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _evaluate_on_a_rank(rank: int, folder: str) -> None:
+    """Rank 1 hands its updates in only when rank 0 already waits for its own."""
+    waits, applied = Path(folder) / "waits", Path(folder) / "applied"
+
+    class Checked(Model):
+        def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            assert applied.exists(), "evaluated before the updates of rank 1"
+            return super().forward(dense, embeddings)
+
+    def wait_for_gradients() -> None:
+        if rank == 0:
+            waits.touch()
+        else:
+            while not waits.exists():
+                time.sleep(0.01)
+            applied.touch()
+
+    job = Job()
+    job.model = Checked()
+    with job.ctx() as ctx:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+        ctx.rank, ctx.world_size = rank, 2
+        ctx.wait_for_gradients = wait_for_gradients  # type: ignore[method-assign]
+        assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+        dist.destroy_process_group()
+
+
+def test_an_evaluation_waits_for_the_updates_of_all_ranks(tmp_path: Path) -> None:
+    spawn(_evaluate_on_a_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def test_what_decides_on_the_best_is_shown_and_fixed() -> None:
+    trainer = Trainer(Clicks(), Clicks(2), metric="log_loss", target=0.5, patience=3)
+    assert (trainer.metric, trainer.target, trainer.patience) == ("log_loss", 0.5, 3)
+    with pytest.raises(AttributeError):
+        trainer.patience = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
