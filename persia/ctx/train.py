@@ -27,7 +27,7 @@ from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.embedded import GlobalSource, SlotsSource
 from persia.job.lost_rows import OnLostRows, RowsGuard
-from persia.logger import set_role
+from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import EmbeddingBackend
@@ -187,8 +187,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         mistake = None
-        if error is None and self._has_forwarded and not self._has_backward:
-            mistake = _untrained(self.counters, self._pipeline.num_looked_up)
+        if error is None and not self._has_backward:
+            mistake = _untrained(self.counters, self._pipeline.num_looked_up, self._has_forwarded)
         if mistake is not None:
             kind, error = type(mistake), mistake
         try:
@@ -339,20 +339,27 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         return self._consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
 
 
-def _untrained(counts: CounterValues, num_looked_up: int) -> FailedPreconditionError | None:
+def _untrained(
+    counts: CounterValues, num_looked_up: int, has_forwarded: bool
+) -> FailedPreconditionError | None:
     """The error of a context that has forwarded batches of its loops, and trained none.
 
     Batches that the script looks up itself do not count: it may only look at them, as handlers of requests in
-    the published system do. Nor do those that have failed, which was told. A loop that is left before the
-    first forward is no mistake: a job that has ended and is started again leaves it so.
+    the published system do. Nor do those that have failed, which was told. A loop without a forward is only
+    warned of: a job that has ended and is started again leaves it at the first batch.
     """
     num_batches = counts.batches_received - num_looked_up - counts.batches_failed
     if num_batches <= 0:
         return None
-    return FailedPreconditionError(
+    remedy = (
         f"none of the {num_batches} batches that this context received was trained: call ctx.backward(loss) "
         "for each; evaluate in eval_ctx(), or with requires_grad=False"
     )
+    if has_forwarded:
+        return FailedPreconditionError(remedy)
+    if not counts.batches_evaluated:
+        get_default_logger().warning(remedy)
+    return None
 
 
 def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> None:

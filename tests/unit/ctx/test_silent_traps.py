@@ -154,12 +154,14 @@ def test_a_context_that_only_evaluates_is_fine(make_ctx: Any, make_dataset: Any,
             evaluation.forward(batch)
 
 
-def test_a_look_at_batches_is_fine(make_ctx: Any, make_dataset: Any, new_batch: Any) -> None:
+def test_a_look_at_batches_is_fine(make_ctx: Any, make_dataset: Any, new_batch: Any, log: Any) -> None:
     """A handler of requests looks batches up itself; a job that has ended leaves its loop at once."""
     with make_ctx() as ctx:
         ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
+    assert not any(UNTRAINED in text for text in log.messages)
     with make_ctx() as ctx:
         assert len(list(DataLoader(make_dataset(3)))) == 3
+    assert sum(UNTRAINED in text for text in log.messages) == 1
 
 
 def test_a_backward_that_fails_was_told(make_ctx: Any, make_dataset: Any) -> None:
