@@ -7,10 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from persia.checkpoint.checkpoints import DumpRequest, Source, described
+from persia.config import SlotsConfig
+from persia.config.slots_config import DENSE_MODE
 from persia.ctx.ranks import done_by_rank_0
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
@@ -23,11 +26,13 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.job.batch_pipeline import BatchPipeline
+from persia.job.embedded import read_slots
 from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.position import DataPosition
 from persia.storage import dense
+from persia.storage.dense_slots import DenseMoves, DenseSlots, DenseSlotsOptimizer
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
@@ -42,6 +47,8 @@ class CheckpointMethods:
     _pipeline: BatchPipeline
     model: torch.nn.Module | None
     device: torch.device | None
+    _slots: SlotsConfig | None
+    _dense_slots: DenseSlots | None
 
     def dump_checkpoint(
         self,
@@ -200,10 +207,12 @@ class CheckpointMethods:
         src_dir: _Path,
         states: Mapping[str, dense.TorchState],
         map_location: Any,
-        **options: bool,
+        *,
+        blocking: bool = True,
+        strict: bool = True,
     ) -> tuple[Manifest, Any]:
-        """The manifest and the `extra` of the checkpoint. `options`: those of `load_embedding`."""
-        source = Source(src_dir)
+        """The manifest and the `extra` of the checkpoint."""
+        source, moves = Source(src_dir), DenseMoves(self._dense_slots)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
         extra = read_extra(source)
@@ -212,17 +221,40 @@ class CheckpointMethods:
         with dense.undone_on_error(list(states.values())):
             for name, state in states.items():
                 what = str(source.location / name)
-                dense.load_state(state, contents[name], what, map_location or self.device)
+                dense.load_state(state, contents[name], what, map_location or self.device, moves.adapt)
             if source.has_embeddings:
-                self._load_embeddings(source, **options)
+                self._load_embeddings(source, blocking=blocking or bool(moves), strict=strict)
+                self._move(moves)
             else:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
                 )
         # Later batches are matched with it. Where slots were added or removed the model has other inputs.
-        if options.get("strict", True):
+        if strict:
             self.runtime.signature = source.signature
         return source.manifest, extra
+
+    def _move(self, moves: DenseMoves) -> None:
+        """Slots whose placement has changed since the dump, once the rows are loaded."""
+        if not moves:
+            return
+        self._slots = self._slots or read_slots(None)
+        if self._slots is None:
+            raise FailedPreconditionError(
+                "the checkpoint has slots in its dense model that this job has on servers, and moving them "
+                "needs the job's slots: pass slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
+            )
+        for name, rows in moves.to_servers(self._slots).items():
+            ids = np.arange(len(rows), dtype=np.uint64)
+            self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
+        if self._dense_slots is not None and moves.from_servers:
+            backend = self.runtime.backend
+            slots = 1 << backend.slot_modes.index(DENSE_MODE)
+            look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
+            self._dense_slots.copy_from(moves.from_servers, look_up)
+
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
+        work()
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
@@ -306,7 +338,10 @@ class TrainingCheckpointMethods(CheckpointMethods):
         self._on_rank_0(super().wait_for_load_embedding)
 
     def _states(self, model_name: str, optimizer_name: str) -> dict[str, dense.TorchState]:
-        return {model_name: self._require_model(), optimizer_name: self.dense_optimizer}
+        optimizer: dense.TorchState = self.dense_optimizer
+        if self._dense_slots is not None:
+            optimizer = DenseSlotsOptimizer(self.dense_optimizer, self._dense_slots)
+        return {model_name: self._require_model(), optimizer_name: optimizer}
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:

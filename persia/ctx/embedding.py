@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
+from persia.config.slots_config import DENSE_MODE
 from persia.ctx.base import BaseCtx, PreprocessMode, check_exists, has_failed, is_stopped
 from persia.ctx.checkpoints import CheckpointMethods
 from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.job.batch_pipeline import BatchPipeline
 from persia.job.embedded import GlobalSource, SlotsSource, read_slots
 from persia.job.runtime import JobRuntime
@@ -29,6 +30,7 @@ from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import CounterValues, Staleness
 from persia.storage import dense
+from persia.storage.dense_slots import DenseSlots
 
 # How long contexts that end because of an error try to leave nothing behind.
 _FAILED_EXIT_DEADLINE_S = 10.0
@@ -117,7 +119,24 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         # `DataLoader` and contexts entered inside this one find them.
         self._members = (self.runtime, self._pipeline)
         with self._closed_on_error():
+            self._dense_slots = self._find_dense_slots() or self.runtime.dense_slots
+            self.runtime.dense_slots = self.runtime.dense_slots or self._dense_slots
             self._pipeline.show()
+
+    def _find_dense_slots(self) -> DenseSlots | None:
+        """The rows of slots in this context's model. A training context sets their initial values."""
+        found, model = DenseSlots.find(self.model), self.model
+        if self._slots is None and DENSE_MODE in self.runtime.backend.slot_modes:
+            self._slots = read_slots(None)
+            if self._slots is None:
+                raise ConfigError(
+                    "the job's embedding config places slots in the dense model, so a rank needs it: pass "
+                    "slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
+                )
+        slots = self._slots if self.owns_runtime else None  # nested: another model, or has its rows
+        if model is not None and slots is not None and (found is not None or slots.dense_slots):
+            found = DenseSlots.attach(model, slots, self.device)
+        return found
 
     @property
     def counters(self) -> CounterValues:
@@ -141,9 +160,19 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense_tensors = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
+        if batch.dense_ids:
+            embeddings = self._require_dense_slots().fill(batch.names, batch.dense_ids, embeddings)
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
+
+    def _require_dense_slots(self) -> DenseSlots:
+        if self._dense_slots is None:
+            raise FailedPreconditionError(
+                "the batch has slots that are placed in the dense model, and the context's model has no rows "
+                "of them: make the context with the model that was trained"
+            )
+        return self._dense_slots
 
     def _arranged(
         self, batch: PersiaTrainingBatch, dense_tensors: list[torch.Tensor], embeddings: list[torch.Tensor]
@@ -210,7 +239,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
 
         Slots of one feature group share rows. Optimizer states begin anew; rows beyond the servers' capacity
         evict others. The servers must be configured: call it inside a TrainCtx. Raises InvalidArgumentError
-        for another shape, or values that are not finite.
+        for another shape, or values that are not finite. Rows of a slot in the dense model are set on this
+        rank alone: call it on all ranks.
         """
         self._slots = self._slots or read_slots(None)
         if self._slots is None:
@@ -218,7 +248,10 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
                 "set_embedding needs the job's slots: pass slots=... to the context, or set "
                 "PERSIA_EMBEDDING_CONFIG"
             )
-        self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
+        if slot in self._slots.dense_slots:
+            self._require_dense_slots().set_rows(slot, ids, rows)
+        else:
+            self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Refused here: evaluation must not change what is being trained."""

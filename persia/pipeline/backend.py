@@ -40,7 +40,7 @@ from persia.messaging.discovery import Directory, EventKind, ServiceEvent, Servi
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, is_down
 from persia.pipeline.queues import Deadline
-from persia.pipeline.staleness import ALL_SLOTS
+from persia.pipeline.staleness import ALL_SLOTS, served_slots
 
 __all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients", "slot_signs"]
 
@@ -318,6 +318,7 @@ class ClusterBackend(EmbeddingBackend):
             id_features,
             requires_grad=True,
             timeout_s=self._deadline_s,
+            slots=served_slots(self.slot_modes),
             original=original,
         )
         return self._call_any(call).reference

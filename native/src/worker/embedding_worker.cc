@@ -77,12 +77,6 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
   return report;
 }
 
-Status CheckSlots(SlotMask slots, bool requires_grad) {
-  if (slots == kAllSlots || requires_grad) return Status::Ok();
-  return InvalidArgument(
-      "some slots of a batch alone are looked up for training only: set requires_grad");
-}
-
 // Routes the batch to so many servers, if it is routed to another number of them. What was looked
 // up at those of before dates nothing.
 void RouteTo(uint32_t num_servers, Batch* batch) {
@@ -225,7 +219,6 @@ StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
 
 StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
                                          SlotMask slots, EmbeddingsForm form) {
-  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.Acquire(key.reference, deadline));
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(guard));
@@ -239,7 +232,6 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
                                                bool requires_grad, Deadline deadline,
                                                SlotMask slots, EmbeddingsForm form,
                                                const BatchKey& original) {
-  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
   guard->original = original;

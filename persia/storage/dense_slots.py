@@ -1,0 +1,230 @@
+"""Slots in the dense model (`placement: dense`): their rows are parameters of a submodule of it.
+
+So DDP averages their gradients, the dense optimizer trains them, and they are part of each file that the
+model is part of: `dense.pt`, TorchScript, exports and packets. Row i is that of ID i.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from persia import _native
+from persia.config import SlotsConfig
+from persia.errors import FailedPreconditionError
+from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
+from persia.storage.dense import innermost
+
+if TYPE_CHECKING:
+    from persia._native import LookupResult, TrainConfig
+
+MODULE_NAME = "persia_dense_slots"  # of the submodule
+_OF_OPTIMIZER = "dense_slots"  # in the file of an optimizer
+_IDS_AT_A_TIME = 65535  # samples of a batch
+
+
+class _Tables(nn.Module):
+    """The rows. It has no `forward`: TorchScript keeps its parameters, and the model never calls it."""
+
+    def __init__(self, slots: Mapping[str, DenseTable]) -> None:
+        super().__init__()
+        self.settings: str = json.dumps({name: asdict(slot) for name, slot in slots.items()})
+        for name, slot in slots.items():
+            rows = torch.zeros(slot.cardinality, slot.dim)
+            self.register_parameter(_attribute(name), nn.Parameter(rows))
+
+
+class DenseSlots:
+    """The slots in a dense model, which may be TorchScript."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        content = json.loads(str(module.settings))
+        self.tables = {name: DenseTable(**table) for name, table in content.items()}
+        self.reader = DenseIdReader(self.tables)
+
+    @classmethod
+    def find(cls, model: nn.Module | None) -> DenseSlots | None:
+        """None: the model has none."""
+        module = None if model is None else getattr(innermost(model), MODULE_NAME, None)
+        return None if module is None else cls(module)
+
+    @classmethod
+    def attach(cls, model: nn.Module, slots: SlotsConfig, device: torch.device | None) -> DenseSlots:
+        """Adds the rows, zeros, to the model. FailedPreconditionError: it has those of another config."""
+        tables = {
+            name: DenseTable(slot.cardinality or 0, slot.dim, slot.scaling)
+            for name, slot in slots.dense_slots.items()
+        }
+        found = cls.find(model)
+        if found is None:
+            innermost(model).add_module(MODULE_NAME, _Tables(tables).to(device or "cpu"))
+            return cls(getattr(innermost(model), MODULE_NAME))
+        if found.tables != tables:
+            raise FailedPreconditionError(
+                f"the model already has the dense slots {', '.join(found.tables)} of another embedding "
+                f"config, and this one places {', '.join(tables) or 'none'} there: make the model anew"
+            )
+        return found
+
+    def rows(self, name: str) -> nn.Parameter:
+        """[cardinality, dim]"""
+        rows: nn.Parameter = getattr(self._module, _attribute(name))
+        return rows
+
+    def set_rows(self, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
+        """Writes rows [n, dim] of `ids` [n]. InvalidArgumentError: an ID beyond the slot."""
+        offsets = np.array([0, len(ids)], np.uint32)
+        places = self.reader.convert([(name, ids, offsets, None)])[name].ids
+        with torch.no_grad():
+            self.rows(name)[places.to(self.rows(name).device)] = torch.from_numpy(rows).to(self.rows(name))
+
+    def begin(self, slots: SlotsConfig, config: TrainConfig) -> None:
+        """Sets all rows to the initial values that servers with this config would give them."""
+        size = sum(table.cardinality for table in self.tables.values())
+        client = _native.EmbeddedClient(
+            slots=slots.native_slots(),
+            feature_index_prefix_bit=slots.feature_index_prefix_bit,
+            capacity=max(size, 1024),
+            num_internal_shards=1,
+        )
+        client.configure(config)
+
+        def look_up(message: bytes) -> LookupResult:
+            result = client.lookup_direct(0, message, requires_grad=True)
+            client.release(result.reference)
+            return result
+
+        self.copy_from(list(self.tables), look_up)
+
+    @torch.no_grad()
+    def copy_from(self, names: Sequence[str], look_up: Callable[[bytes], LookupResult]) -> None:
+        """Takes over the rows of these slots as `look_up` of ID features finds them."""
+        for name in names:
+            rows = self.rows(name)
+            for begin in range(0, len(rows), _IDS_AT_A_TIME):
+                ids = np.arange(begin, min(begin + _IDS_AT_A_TIME, len(rows)), dtype=np.uint64)
+                offsets = np.arange(len(ids) + 1, dtype=np.uint32)
+                message = _native.encode_id_features(len(ids), [(name, ids, offsets)])
+                # Copied: the result's memory ends with it.
+                found = torch.from_numpy(np.array(look_up(message).slots[0].rows))
+                rows[begin : begin + len(ids)] = found.to(rows)
+
+    def fill(
+        self, names: Sequence[str], ids: Mapping[str, DenseIds], embeddings: list[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """`embeddings` of the slots `names`, with those of the slots in `ids` looked up here."""
+        return [
+            self._embed(name, ids[name]) if name in ids else embedding
+            for name, embedding in zip(names, embeddings, strict=True)
+        ]
+
+    def _embed(self, name: str, ids: DenseIds) -> torch.Tensor:
+        rows = self.rows(name)
+        places, offsets, weights, factors = (
+            None if part is None else part.to(rows.device, non_blocking=True) for part in ids
+        )
+        assert places is not None, "only weights and factors may be None"
+        sums = nn.functional.embedding_bag(
+            *(places, rows, offsets),
+            mode="sum",
+            include_last_offset=True,
+            per_sample_weights=None if weights is None else weights.to(rows.dtype),
+        )
+        return sums if factors is None else sums * factors
+
+    def train_by(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds the rows to the first group of the optimizer, behind the parameters that it has there.
+
+        Not to a group of their own: a schedule of rates that exists already would not know it.
+        """
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        group = optimizer.param_groups[0]
+        for parameter in map(self.rows, self.tables):
+            if id(parameter) in known:
+                continue
+            group["params"].append(parameter)
+            if isinstance(optimizer, torch.optim.Adagrad):  # the only one that makes states when it is made
+                total = torch.full_like(parameter, group["initial_accumulator_value"])
+                optimizer.state[parameter] = {"step": torch.tensor(0.0), "sum": total}
+
+
+class DenseSlotsOptimizer:
+    """The state of an optimizer with the states of dense slots apart, by slot: slots may move."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, slots: DenseSlots) -> None:
+        self._optimizer = optimizer
+        self._names = list(slots.tables)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, as it would be without dense slots, and one more key."""
+        state = self._optimizer.state_dict()
+        numbers = self._take_numbers(state)
+        found = {name: state["state"].pop(number, None) for name, number in numbers.items()}
+        return {**state, _OF_OPTIMIZER: {name: value for name, value in found.items() if value is not None}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """A slot without a state in `state` keeps its own, which has begun anew when it moves at load."""
+        current = self._optimizer.state_dict()
+        numbers = self._take_numbers(current)
+        saved = state.get(_OF_OPTIMIZER, {})
+        states = {name: saved.get(name, current["state"].get(number)) for name, number in numbers.items()}
+        groups = [dict(group) for group in state["param_groups"]]
+        # Only their order counts, so names do as numbers.
+        groups[0]["params"] = [*groups[0]["params"], *self._names]
+        known = {name: value for name, value in states.items() if value is not None}
+        self._optimizer.load_state_dict({"state": {**state["state"], **known}, "param_groups": groups})
+
+    def _take_numbers(self, state: dict[str, Any]) -> dict[str, int]:
+        group = state["param_groups"][0]
+        first = len(group["params"]) - len(self._names)
+        group["params"], taken = group["params"][:first], group["params"][first:]
+        return dict(zip(self._names, taken, strict=True))
+
+
+class DenseMoves:
+    """The slots that a load moves between the dense model and the servers."""
+
+    def __init__(self, slots: DenseSlots | None) -> None:
+        self._slots = slots
+        self.from_servers: list[str] = []
+        self._saved: dict[str, torch.Tensor] = {}  # rows of the file that the model lacks, by parameter
+
+    def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A saved state of the model, made one of this model."""
+        own = {} if self._slots is None else {_key(name): name for name in self._slots.tables}
+        saved = {key for key in state if key.startswith(f"{MODULE_NAME}.")}
+        self._saved = {key: state[key] for key in saved - own.keys()}
+        self.from_servers = [name for key, name in own.items() if key not in saved]
+        kept = {key: value for key, value in state.items() if key not in self._saved}
+        if self._slots is not None:
+            kept |= {_key(name): self._slots.rows(name).detach() for name in self.from_servers}
+        return kept
+
+    def __bool__(self) -> bool:
+        return bool(self._saved or self.from_servers)
+
+    def to_servers(self, slots: SlotsConfig) -> dict[str, NDArray[np.float32]]:
+        """Rows by slot. A slot that the job no longer has is left out."""
+        return {
+            name: self._saved[_key(name)].float().cpu().numpy()
+            for name in slots.slots_config
+            if _key(name) in self._saved
+        }
+
+
+def _attribute(name: str) -> str:
+    """A name of Python, which TorchScript wants; different for different slots."""
+    return "slot_" + re.sub(r"[^A-Za-z0-9]", lambda found: f"_{ord(found[0]):x}_", name)
+
+
+def _key(name: str) -> str:
+    return f"{MODULE_NAME}.{_attribute(name)}"

@@ -1,0 +1,339 @@
+"""Slots in the dense model: values, gradients, moves, export and serving, beside torch and beside servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, List  # noqa: UP035 - TorchScript reads these
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from persia.checkpoint.checkpoints import Source
+from persia.config import parse_embedding_config
+from persia.ctx import TrainCtx, eval_ctx
+from persia.embedding import EmbeddingConfig
+from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
+from persia.embedding.optim import SGD
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from persia.nn import export
+from persia.serving.embeddings import EmbeddedRows
+from persia.serving.exporting import export_to
+from persia.serving.predictor import Predictor
+from persia.serving.scripts import load_script
+from persia.storage.dense_slots import DenseSlots
+
+ROWS, DIM, SAMPLES = 20, 4, 6
+SCALINGS = {"sum": {}, "mean": {"mean_scaling": True}, "root.of-sum": {"sqrt_scaling": True}}
+DENSE = (*SCALINGS, "far")
+
+
+class Tower(nn.Module):
+    """Sees each number of its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.linear = nn.Linear(DIM * (len(SCALINGS) + 1), 1)
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.randn(self.linear.weight.shape, generator=generator))
+            self.linear.bias.zero_()
+
+    def forward(self, dense: List[torch.Tensor], embeddings: List[torch.Tensor]) -> torch.Tensor:  # noqa: UP006
+        return self.linear(torch.cat(embeddings, dim=1)).tanh()
+
+
+def config(*dense: str, **settings: Any) -> dict[str, Any]:
+    """Slots of each scaling and one more, of which `dense` are in the dense model."""
+    slots: dict[str, Any] = {
+        name: {"dim": DIM, "cardinality": ROWS, **SCALINGS.get(name, {})} for name in DENSE
+    }
+    for name in dense:
+        slots[name]["placement"] = "dense"
+    return {"slots_config": slots, **settings}
+
+
+def batch(
+    seed: int, *, weighted: bool = True, requires_grad: bool = True, size: int = SAMPLES
+) -> PersiaBatch:
+    """Samples of no ID, one and several; some IDs repeated."""
+    random = np.random.default_rng(seed)
+    features = []
+    for name in DENSE:
+        ids = [random.integers(0, ROWS, count).astype(np.uint64) for count in [0, 1, 5, *[3] * (SAMPLES - 3)]]
+        weights = [random.random(len(sample)).astype(np.float32) + 0.5 for sample in ids]
+        features.append(IDTypeFeature(name, ids, weights if weighted else None))
+    labels = [Label(random.random((SAMPLES, 1)).astype(np.float32))]
+    return PersiaBatch(features, labels=labels, requires_grad=requires_grad)
+
+
+def training(model: nn.Module, slots: dict[str, Any], optimizer: Any = None) -> TrainCtx:
+    return TrainCtx(
+        SGD(lr=0.5),
+        optimizer or torch.optim.SGD(model.parameters(), lr=0.5),
+        model=model,
+        slots=slots,
+        embedding_config=EmbeddingConfig(emb_initialization=(-1.0, 1.0), admit_after=3, seed=5),
+    )
+
+
+def step(ctx: TrainCtx, seed: int, **options: Any) -> None:
+    output, labels = ctx.forward(ctx.get_embedding_from_data(batch(seed, **options)))
+    assert labels is not None
+    ctx.backward((output - labels[0]).square().mean())
+    ctx.wait_for_gradients()
+
+
+def predictions(ctx: TrainCtx, seed: int = 99) -> torch.Tensor:
+    with torch.no_grad(), eval_ctx(model=ctx.model) as evaluation:
+        looked_up = evaluation.get_embedding_from_data(batch(seed, requires_grad=False))
+        output, _ = evaluation.forward(looked_up)
+    return torch.as_tensor(output)
+
+
+class Reference(nn.Module):
+    """`Tower` behind plain embedding bags, with the rows of dense slots."""
+
+    def __init__(self, slots: DenseSlots) -> None:
+        super().__init__()
+        self.tower = Tower()
+        self.bags = nn.ModuleList(
+            nn.EmbeddingBag.from_pretrained(
+                slots.rows(name).detach().clone(), freeze=False, mode="sum", include_last_offset=True
+            )
+            for name in DENSE
+        )
+
+    def forward(self, given: PersiaBatch) -> torch.Tensor:
+        pooled = []
+        for feature, bag in zip(given.id_type_features, self.bags, strict=True):
+            ids = torch.from_numpy(feature.ids.astype(np.int64))
+            offsets = torch.from_numpy(feature.offsets.astype(np.int64))
+            weights = torch.ones(len(ids))
+            if feature.weights is not None:
+                weights = torch.from_numpy(feature.weights)
+            sums = bag(ids, offsets, per_sample_weights=weights)
+            pooled.append(sums * self.factors(feature.name, weights, offsets))
+        return self.tower([], pooled)
+
+    def factors(self, name: str, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        if name not in SCALINGS or not SCALINGS[name]:
+            return torch.ones(len(offsets) - 1, 1)
+        parts = weights.split(offsets.diff().tolist())
+        if name == "mean":
+            sums = torch.stack([part.sum() for part in parts])
+        else:
+            sums = torch.stack([part.square().sum().sqrt() for part in parts])
+        return torch.where(sums > 0, 1 / sums, 0.0).unsqueeze(1)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+def test_training_equals_that_of_embedding_bags(kind: Any, weighted: bool) -> None:
+    model = Tower()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with training(model, config(*DENSE), optimizer) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        reference = Reference(slots)
+        torch_optimizer = kind(reference.parameters(), lr=0.1)
+        for seed in range(4):
+            given = batch(seed, weighted=weighted)
+            labels = torch.from_numpy(given.labels[0].data)
+            torch_optimizer.zero_grad()
+            (reference(given) - labels).square().mean().backward()
+            torch_optimizer.step()
+            step(ctx, seed, weighted=weighted)
+        assert ctx.get_embedding_size() == [0]
+        assert ctx.counters.gradients_submitted == 4
+    for name, bag in zip(DENSE, reference.bags, strict=True):
+        torch.testing.assert_close(slots.rows(name).data, bag.weight.data)
+    torch.testing.assert_close(model.linear.weight, reference.tower.linear.weight)
+
+
+@pytest.mark.parametrize("dense", [("sum", "mean"), DENSE], ids=str)
+def test_training_equals_that_on_servers(dense: tuple[str, ...]) -> None:
+    found = []
+    for slots in (config(*dense), config()):
+        model = Tower()
+        with training(model, slots) as ctx:
+            ctx.embedding_config = EmbeddingConfig(emb_initialization=(-1.0, 1.0), seed=5)
+            ctx.configure_embedding_parameter_servers(ctx.embedding_config)
+            for seed in range(30):
+                step(ctx, seed)
+            found.append(predictions(ctx))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_an_id_beyond_the_slot_is_refused(requires_grad: bool) -> None:
+    ids = IDTypeFeature("sum", [np.array([ROWS], np.uint64)])
+    others = [IDTypeFeature(name, [np.array([0], np.uint64)]) for name in DENSE if name != "sum"]
+    wrong = PersiaBatch([ids, *others], labels=[Label(np.ones((1, 1)))], requires_grad=requires_grad)
+    with (
+        training(Tower(), config(*DENSE)) as ctx,
+        pytest.raises(InvalidArgumentError, match=f"'sum' has the ID {ROWS}.*its cardinality of {ROWS}"),
+    ):
+        ctx.get_embedding_from_data(wrong)
+
+
+def test_a_load_moves_slots_either_way(tmp_path: Path) -> None:
+    placements = [(), ("sum", "mean"), ("mean", "far"), ()]
+    expected = None
+    for number, dense in enumerate(placements):
+        model = Tower()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        with training(model, config(*dense), optimizer) as ctx:
+            ctx.configure_embedding_parameter_servers(EmbeddingConfig(emb_initialization=(-1.0, 1.0)))
+            if number > 0:
+                ctx.load_checkpoint(tmp_path / str(number - 1))
+                assert ctx.step == 6 * number
+                torch.testing.assert_close(predictions(ctx), expected)
+            for seed in range(6):
+                step(ctx, seed)
+            if dense:  # the same again, with the optimizer's state
+                ctx.dump_checkpoint(tmp_path / "again")
+                step(ctx, 7)
+                moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+                rows = [p.detach().clone() for p in model.parameters()]
+                ctx.load_checkpoint(tmp_path / "again")
+                step(ctx, 7)
+                for parameter, moment, row in zip(model.parameters(), moments, rows, strict=True):
+                    assert torch.equal(optimizer.state[parameter]["exp_avg"], moment)
+                    assert torch.equal(parameter, row)
+                ctx.load_checkpoint(tmp_path / "again")
+            expected = predictions(ctx)
+            ctx.dump_checkpoint(tmp_path / str(number))
+
+
+def test_a_slot_that_moves_keeps_ids_that_were_never_trained(tmp_path: Path) -> None:
+    with training(Tower(), config()) as ctx:
+        ctx.dump_checkpoint(tmp_path)
+    with training(model := Tower(), config("sum")) as ctx:
+        ctx.load_checkpoint(tmp_path)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        assert not slots.rows("sum").any()  # as they are read on servers
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("dense", [("sum", "root.of-sum"), DENSE], ids=str)
+def test_export_and_serving_predict_the_same(dense: tuple[str, ...], tmp_path: Path) -> None:
+    slots = parse_embedding_config(config(*dense))
+    with training(Tower(), slots) as ctx:
+        for _ in range(3):  # so that servers admit the IDs
+            step(ctx, 0)
+        expected = predictions(ctx, 0)
+        ctx.dump_checkpoint(tmp_path / "c", with_jit_model=True)
+        exported = export(ctx)
+    given = batch(0, requires_grad=False)
+    ids = [torch.from_numpy(f.ids.view(np.int64)) for f in given.id_type_features]
+    lengths = [torch.from_numpy(np.diff(f.offsets.astype(np.int64))) for f in given.id_type_features]
+    weights = [torch.from_numpy(np.array(f.weights)) for f in given.id_type_features]
+    torch.testing.assert_close(exported([], ids, lengths, weights), expected)
+
+    files = export_to(str(tmp_path / "c"), tmp_path / "torch", "torch", slots)
+    torch.testing.assert_close(torch.jit.load(str(files[0]))([], ids, lengths, weights), expected)
+
+    source = Source(tmp_path / "c")
+    # A config without placements: the model of the checkpoint tells where its rows are.
+    for serving in (slots, parse_embedding_config(config())):
+        rows = EmbeddedRows(source, serving)
+        predictor = Predictor(load_script(source), rows, signature=source.signature)
+        torch.testing.assert_close(torch.from_numpy(predictor.predict(given)[0]), expected)
+        assert rows.num_missing == 0
+    wrong = PersiaBatch(
+        [IDTypeFeature(name, [np.array([ROWS], np.uint64)]) for name in DENSE], requires_grad=False
+    )
+    with pytest.raises(InvalidArgumentError, match=f"the ID {ROWS}"):
+        predictor.checked(wrong)
+
+
+def test_rows_are_set(tmp_path: Path) -> None:
+    rows = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
+    with training(model := Tower(), config("sum")) as ctx:
+        ctx.set_embedding("sum", np.array([7, 3], np.uint64), rows)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        assert torch.equal(slots.rows("sum")[[7, 3]], torch.from_numpy(rows))
+        with pytest.raises(InvalidArgumentError, match=f"the ID {ROWS}"):
+            ctx.set_embedding("sum", np.array([ROWS], np.uint64), rows[:1])
+
+
+def test_a_model_keeps_its_rows_in_a_second_context() -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with training(model, config("sum"), optimizer) as ctx:
+        step(ctx, 0)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        before = slots.rows("sum").detach().clone()
+    with training(model, config("sum"), optimizer):
+        assert torch.equal(slots.rows("sum"), before)
+        assert sum(len(group["params"]) for group in optimizer.param_groups) == 3
+    with pytest.raises(FailedPreconditionError, match="make the model anew"):
+        training(model, config("mean"), optimizer)
+
+
+def test_a_schedule_that_exists_rules_the_rows() -> None:
+    model = Tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    with training(model, config("sum"), optimizer) as ctx:
+        step(ctx, 0)
+        schedule.step()
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        before = slots.rows("sum").detach().clone()
+        step(ctx, 1)
+        assert torch.equal(slots.rows("sum"), before)
+
+
+def test_the_threshold_places_what_it_can() -> None:
+    settings: dict[str, Any] = {
+        "small": {"dim": 2, "cardinality": 10},
+        "large": {"dim": 2, "cardinality": 11},
+        "unknown": {"dim": 2},
+        "kept": {"dim": 2, "cardinality": 1, "placement": "servers"},
+        "chosen": {"dim": 2, "cardinality": 1000, "placement": "dense"},
+        "raw": {"dim": 2, "cardinality": 10, "embedding_summation": False},
+        "slow": {"dim": 2, "cardinality": 10, "admit_after": 2},
+        "one": {"dim": 2, "cardinality": 10},
+        "other": {"dim": 2, "cardinality": 10},
+    }
+    slots: dict[str, Any] = {"slots_config": settings, "feature_groups": {"both": ["one", "other"]}}
+    without = parse_embedding_config(slots)
+    assert list(without.dense_slots) == ["chosen"]
+    with_it = parse_embedding_config({**slots, "dense_placement_threshold": 10})
+    assert list(with_it.dense_slots) == ["small", "chosen"]
+    assert with_it.slot_modes == ("", "dense")
+    assert without.schema_hash() != with_it.schema_hash()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "needs cardinality"),
+        ({"cardinality": 5, "embedding_summation": False}, "excludes embedding_summation=false"),
+        ({"cardinality": 5, "admit_after": 2}, "excludes admit_after"),
+        ({"cardinality": 5, "time_to_live_sec": 2.0}, "excludes time_to_live_sec"),
+        ({"cardinality": 5, "optimizer": {"name": "sgd", "lr": 1.0}}, "excludes optimizer"),
+        ({"cardinality": 5, "embedding_staleness": 2}, "excludes consistency 'hybrid 2'"),
+        (
+            {"cardinality": 5, "hash_stack_config": {"hash_stack_rounds": 2, "embedding_size": 9}},
+            "excludes hash_stack_config",
+        ),
+    ],
+    ids=str,
+)
+def test_what_excludes_a_slot_from_the_dense_model(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_embedding_config({"slots_config": {"a": {"dim": 2, "placement": "dense", **settings}}})
+
+
+def test_slots_of_one_group_share_rows_on_servers() -> None:
+    slots = {name: {"dim": 2, "cardinality": 5} for name in ("a", "b")}
+    slots["b"]["placement"] = "dense"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match="placement differ"):
+        parse_embedding_config({"slots_config": slots, "feature_groups": {"both": ["a", "b"]}})
