@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -18,6 +19,7 @@ from persia.ctx.ranks import done_by_rank_0
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import (
+    ConfigError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -49,6 +51,22 @@ class CheckpointMethods:
     device: torch.device | None
     _slots: SlotsConfig | None
     _dense_slots: DenseSlots | None
+    owns_runtime: bool
+
+    def _find_dense_slots(self) -> DenseSlots | None:
+        """The rows of slots in this context's model. A training context sets their initial values."""
+        found, model = DenseSlots.find(self.model), self.model
+        if self._slots is None and DENSE_MODE in self.runtime.backend.slot_modes:
+            self._slots = read_slots(None)
+            if self._slots is None:
+                raise ConfigError(
+                    "the job's embedding config places slots in the dense model, so a rank needs it: pass "
+                    "slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
+                )
+        slots = self._slots if self.owns_runtime else None  # nested: another model, or has its rows
+        if model is not None and slots is not None and (found is not None or slots.dense_slots):
+            found = DenseSlots.attach(model, slots, self.device)
+        return found
 
     def dump_checkpoint(
         self,
@@ -277,6 +295,18 @@ class TrainingCheckpointMethods(CheckpointMethods):
     embedding_optimizer: Optimizer
     embedding_config: EmbeddingConfig
     _rows_guard: RowsGuard | None = None  # of a context that trains on servers
+
+    def _find_dense_slots(self) -> DenseSlots | None:
+        has_values = DenseSlots.find(self.model) is not None  # of a context before this one
+        found = super()._find_dense_slots()
+        if found is None:
+            return None
+        if not has_values and self._slots is not None:
+            # Else some would be zeros, as admission is for rows on servers.
+            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
+            found.begin(self._slots, self.embedding_optimizer.train_config(config))
+        found.train_by(self.dense_optimizer)
+        return found
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,

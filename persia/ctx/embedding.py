@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia import env
-from persia.config.slots_config import DENSE_MODE
 from persia.ctx.base import BaseCtx, PreprocessMode, check_exists, has_failed, is_stopped
 from persia.ctx.checkpoints import CheckpointMethods
 from persia.ctx.inputs import Inputs, arranged_inputs, as_arguments, input_names, is_of
 from persia.current import current_context, own_context
 from persia.embedding import EmbeddingConfig, get_default_embedding_config
 from persia.embedding.data import PersiaBatch
-from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.job.batch_pipeline import BatchPipeline
 from persia.job.embedded import GlobalSource, SlotsSource, read_slots
 from persia.job.runtime import JobRuntime
@@ -122,21 +121,6 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             self._dense_slots = self._find_dense_slots() or self.runtime.dense_slots
             self.runtime.dense_slots = self.runtime.dense_slots or self._dense_slots
             self._pipeline.show()
-
-    def _find_dense_slots(self) -> DenseSlots | None:
-        """The rows of slots in this context's model. A training context sets their initial values."""
-        found, model = DenseSlots.find(self.model), self.model
-        if self._slots is None and DENSE_MODE in self.runtime.backend.slot_modes:
-            self._slots = read_slots(None)
-            if self._slots is None:
-                raise ConfigError(
-                    "the job's embedding config places slots in the dense model, so a rank needs it: pass "
-                    "slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
-                )
-        slots = self._slots if self.owns_runtime else None  # nested: another model, or has its rows
-        if model is not None and slots is not None and (found is not None or slots.dense_slots):
-            found = DenseSlots.attach(model, slots, self.device)
-        return found
 
     @property
     def counters(self) -> CounterValues:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -37,7 +36,6 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 from persia.storage import dense
-from persia.storage.dense_slots import DenseSlots
 
 
 class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
@@ -140,18 +138,6 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             scaler = torch.amp.GradScaler(self._device_type) if self._precision.scaled else None
             rules = scaler, grad_scalar_update_factor, self.world_size, max_nonfinite_steps
             self._backward = BackwardPass(sender, *rules, before_dense_step, on_embedding_gradient)
-
-    def _find_dense_slots(self) -> DenseSlots | None:
-        has_values = DenseSlots.find(self.model) is not None  # of a context before this one
-        found = super()._find_dense_slots()
-        if found is None:
-            return None
-        if not has_values and self._slots is not None:
-            # Else some would be zeros, as admission is for rows on servers.
-            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
-            found.begin(self._slots, self.embedding_optimizer.train_config(config))
-        found.train_by(self.dense_optimizer)
-        return found
 
     def _join_ranks(self, option: DistributedBaseOption | None) -> None:
         """Tells loaders and ranks of this one, and starts what rank 0 does for all."""
