@@ -17,7 +17,9 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from persia.job import batch_pipeline
 from persia.nn import export
+from persia.pipeline.device_batch import Lane, lane_of
 from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
@@ -164,6 +166,21 @@ def test_training_equals_that_on_servers(dense: tuple[str, ...]) -> None:
                 step(ctx, seed)
             found.append(predictions(ctx))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dense", [("sum", "mean"), DENSE], ids=str)
+def test_batches_that_cross_to_a_device_train_the_same(
+    dense: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for make_lane in (lane_of, lambda _: Lane(torch.device("cpu"))):
+        monkeypatch.setattr(batch_pipeline, "lane_of", make_lane)
+        with training(Tower(), config(*dense)) as ctx:
+            for _ in range(5):
+                step(ctx, 0)
+            assert ctx.counters.skipped_slots == 0
+            found.append(predictions(ctx, 0))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
