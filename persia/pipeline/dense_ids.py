@@ -88,8 +88,9 @@ def _factors(
     divisors = np.diff(bounds).astype(np.float64)
     if weights is not None:
         terms = weights.astype(np.float64)
-        sums = np.concatenate([[0.0], np.cumsum(terms * terms if scaling == "sqrt" else terms)])
-        divisors = sums[bounds[1:]] - sums[bounds[:-1]]
+        samples = np.repeat(np.arange(len(divisors)), np.diff(bounds))
+        # Each sample alone: differences of running sums lose a small weight beside a large one.
+        divisors = np.bincount(samples, terms * terms if scaling == "sqrt" else terms, len(divisors))
     if scaling == "sqrt":
         divisors = np.sqrt(divisors)
     factors = np.divide(1.0, divisors, out=np.zeros_like(divisors), where=divisors != 0)

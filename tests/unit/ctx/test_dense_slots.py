@@ -19,6 +19,7 @@ from persia.embedding.optim import SGD
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
 from persia.job import batch_pipeline
 from persia.nn import export
+from persia.pipeline.dense_ids import DenseIdReader, DenseTable
 from persia.pipeline.device_batch import Lane, lane_of
 from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
@@ -181,6 +182,15 @@ def test_batches_that_cross_to_a_device_train_the_same(
             assert ctx.counters.skipped_slots == 0
             found.append(predictions(ctx, 0))
     torch.testing.assert_close(*found)
+
+
+def test_a_large_weight_leaves_the_scaling_of_other_samples() -> None:
+    tables = {"mean": DenseTable(ROWS, DIM, "mean"), "sqrt": DenseTable(ROWS, DIM, "sqrt")}
+    ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 2, 2, 4], np.uint32)
+    weights = np.array([1e12, 1e12, 3e-6, 4e-6], np.float32)
+    found = DenseIdReader(tables).convert([(name, ids, offsets, weights) for name in tables])
+    for name, factors in (("mean", [5e-13, 0.0, 1 / 7e-6]), ("sqrt", [2**-0.5 * 1e-12, 0.0, 1 / 5e-6])):
+        torch.testing.assert_close(found[name].factors, torch.tensor(factors).unsqueeze(1))
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
