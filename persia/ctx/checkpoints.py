@@ -242,7 +242,7 @@ class CheckpointMethods:
                 dense.load_state(state, contents[name], what, map_location or self.device, moves.adapt)
             if source.has_embeddings:
                 self._load_embeddings(source, blocking=blocking or bool(moves), strict=strict)
-                self._move(moves)
+                self._move(moves, source)
             else:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
@@ -252,7 +252,7 @@ class CheckpointMethods:
             self.runtime.signature = source.signature
         return source.manifest, extra
 
-    def _move(self, moves: DenseMoves) -> None:
+    def _move(self, moves: DenseMoves, source: Source) -> None:
         """Slots whose placement has changed since the dump, once the rows are loaded."""
         if not moves:
             return
@@ -266,10 +266,20 @@ class CheckpointMethods:
             ids = np.arange(len(rows), dtype=np.uint64)
             self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
         if self._dense_slots is not None and moves.from_servers:
+            self._begin_rows(self._dense_slots, dict.fromkeys(moves.from_servers, 0))
+            rows = source.manifest.embeddings
+            schema = None if rows is None else rows.schema
+            # Servers may have another slot's rows under the signs of one that the checkpoint lacks.
+            known = [name for name in moves.from_servers if schema is None or name in schema.slots]
             backend = self.runtime.backend
             slots = 1 << backend.slot_modes.index(DENSE_MODE)
             look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
-            self._dense_slots.copy_from(moves.from_servers, look_up)
+            self._dense_slots.copy_from(known, look_up)
+
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
+        """Sets rows that a load has no values for: zeros, as servers answer without training."""
+        for name, first in firsts.items():
+            slots.rows(name).detach()[first:] = 0
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         work()
@@ -301,12 +311,16 @@ class TrainingCheckpointMethods(CheckpointMethods):
         found = super()._find_dense_slots()
         if found is None:
             return None
-        if not has_values and self._slots is not None:
-            # Else some would be zeros, as admission is for rows on servers.
-            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
-            found.begin(self._slots, self.embedding_optimizer.train_config(config))
+        if not has_values:
+            self._begin_rows(found, dict.fromkeys(found.tables, 0))
         found.train_by(self.dense_optimizer)
         return found
+
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
+        if self._slots is not None:
+            # Else some would be zeros, as admission is for rows on servers.
+            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
+            slots.begin(self._slots, self.embedding_optimizer.train_config(config), firsts)
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,

@@ -87,10 +87,11 @@ def _factors(
         return None
     divisors = np.diff(bounds).astype(np.float64)
     if weights is not None:
-        terms = weights.astype(np.float64)
+        terms: NDArray[np.float64] = weights.astype(np.float64)
         samples = np.repeat(np.arange(len(divisors)), np.diff(bounds))
         # Each sample alone: differences of running sums lose a small weight beside a large one.
-        divisors = np.bincount(samples, terms * terms if scaling == "sqrt" else terms, len(divisors))
+        terms = terms * terms if scaling == "sqrt" else terms
+        divisors = np.bincount(samples, terms, len(divisors)).astype(np.float64)
     if scaling == "sqrt":
         divisors = np.sqrt(divisors)
     factors = np.divide(1.0, divisors, out=np.zeros_like(divisors), where=divisors != 0)

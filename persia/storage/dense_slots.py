@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -87,8 +87,11 @@ class DenseSlots:
         with torch.no_grad():
             self.rows(name)[places.to(self.rows(name).device)] = torch.from_numpy(rows).to(self.rows(name))
 
-    def begin(self, slots: SlotsConfig, config: TrainConfig) -> None:
-        """Sets all rows to the initial values that servers with this config would give them."""
+    def begin(self, slots: SlotsConfig, config: TrainConfig, firsts: Mapping[str, int] | None = None) -> None:
+        """Sets rows to the initial values that servers with this config would give them.
+
+        `firsts`: the slots and the first row of each; None: all.
+        """
         size = sum(table.cardinality for table in self.tables.values())
         client = _native.EmbeddedClient(
             slots=slots.native_slots(),
@@ -103,20 +106,32 @@ class DenseSlots:
             client.release(result.reference)
             return result
 
-        self.copy_from(list(self.tables), look_up)
+        for name, first in (firsts or dict.fromkeys(self.tables, 0)).items():
+            for block, found in self._looked_up(name, look_up, first):
+                block.copy_(found)
 
     @torch.no_grad()
     def copy_from(self, names: Sequence[str], look_up: Callable[[bytes], LookupResult]) -> None:
-        """Takes over the rows of these slots as `look_up` of ID features finds them."""
+        """Takes over the rows of these slots as `look_up` of ID features finds them.
+
+        IDs without a row keep what they have: they are found as zeros, from which many models learn nothing.
+        """
         for name in names:
-            rows = self.rows(name)
-            for begin in range(0, len(rows), _IDS_AT_A_TIME):
-                ids = np.arange(begin, min(begin + _IDS_AT_A_TIME, len(rows)), dtype=np.uint64)
-                offsets = np.arange(len(ids) + 1, dtype=np.uint32)
-                message = _native.encode_id_features(len(ids), [(name, ids, offsets)])
-                # Copied: the result's memory ends with it.
-                found = torch.from_numpy(np.array(look_up(message).slots[0].rows))
-                rows[begin : begin + len(ids)] = found.to(rows)
+            for block, found in self._looked_up(name, look_up):
+                block.copy_(torch.where(found.any(dim=1, keepdim=True), found, block))
+
+    def _looked_up(
+        self, name: str, look_up: Callable[[bytes], LookupResult], first: int = 0
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(a block of the rows from `first` on, what is found for it)."""
+        rows = self.rows(name).detach()
+        for begin in range(first, len(rows), _IDS_AT_A_TIME):
+            block = rows[begin : begin + _IDS_AT_A_TIME]
+            ids = np.arange(begin, begin + len(block), dtype=np.uint64)
+            offsets = np.arange(len(ids) + 1, dtype=np.uint32)
+            message = _native.encode_id_features(len(ids), [(name, ids, offsets)])
+            # Copied: the result's memory ends with it.
+            yield block, torch.from_numpy(np.array(look_up(message).slots[0].rows)).to(block)
 
     def fill(
         self, names: Sequence[str], ids: Mapping[str, DenseIds], embeddings: list[torch.Tensor]

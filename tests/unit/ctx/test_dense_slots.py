@@ -234,14 +234,37 @@ def test_a_load_moves_slots_either_way(tmp_path: Path) -> None:
             ctx.dump_checkpoint(tmp_path / str(number))
 
 
-def test_a_slot_that_moves_keeps_ids_that_were_never_trained(tmp_path: Path) -> None:
+def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path) -> None:
+    alone = np.array([2], np.uint64)
     with training(Tower(), config()) as ctx:
+        ctx.set_embedding("sum", alone, np.full((1, DIM), 9.0, np.float32))
         ctx.dump_checkpoint(tmp_path)
     with training(model := Tower(), config("sum")) as ctx:
-        ctx.load_checkpoint(tmp_path)
         slots = DenseSlots.find(model)
         assert slots is not None
-        assert not slots.rows("sum").any()  # as they are read on servers
+        expected = slots.rows("sum").detach().clone()
+        assert expected.all(dim=1).all()
+        expected[2] = 9.0
+        step(ctx, 0)  # what is trained before a load is replaced
+        ctx.load_checkpoint(tmp_path)
+        assert torch.equal(slots.rows("sum"), expected)
+
+
+def test_a_new_slot_keeps_its_initial_values(tmp_path: Path) -> None:
+    without = config()
+    del without["slots_config"]["far"]
+    features = [IDTypeFeature("far", [np.array([2], np.uint64)])]
+    with training(Tower(), without) as ctx:
+        ctx.dump_checkpoint(tmp_path)
+    with training(model := Tower(), config("far")) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        expected = slots.rows("far").detach().clone()
+        ctx.load_checkpoint(tmp_path, strict=False)
+        assert torch.equal(slots.rows("far"), expected)
+        batch_of_it = ctx.get_embedding_from_data(PersiaBatch(features, requires_grad=False))
+        _, (embedding,), _ = ctx.prepare_features(batch_of_it)
+        assert torch.equal(embedding, expected[[2]])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
