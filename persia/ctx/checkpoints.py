@@ -63,6 +63,12 @@ class CheckpointMethods:
                     "the job's embedding config places slots in the dense model, so a rank needs it: pass "
                     "slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
                 )
+            own, workers = self._slots.schema_hash(), self.runtime.backend.schema
+            if workers and own != workers:
+                raise FailedPreconditionError(
+                    f"the embedding workers have the embedding config {workers}, this process {own}: give "
+                    "both the same embedding config (--embedding-config, PERSIA_EMBEDDING_CONFIG or slots=)"
+                )
         slots = self._slots if self.owns_runtime else None  # nested: another model, or has its rows
         if model is not None and slots is not None and (found is not None or slots.dense_slots):
             found = DenseSlots.attach(model, slots, self.device)
@@ -267,8 +273,8 @@ class CheckpointMethods:
             self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
         if self._dense_slots is not None and moves.from_servers:
             self._begin_rows(self._dense_slots, dict.fromkeys(moves.from_servers, 0))
-            rows = source.manifest.embeddings
-            schema = None if rows is None else rows.schema
+            section = source.manifest.embeddings
+            schema = None if section is None else section.schema
             # Servers may have another slot's rows under the signs of one that the checkpoint lacks.
             known = [name for name in moves.from_servers if schema is None or name in schema.slots]
             backend = self.runtime.backend

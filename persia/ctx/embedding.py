@@ -144,17 +144,31 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense_tensors = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
+        self._check_complete(batch)
         if batch.dense_ids:
             embeddings = self._require_dense_slots().fill(batch.names, batch.dense_ids, embeddings)
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
 
+    def _check_complete(self, batch: PersiaTrainingBatch) -> None:
+        """FailedPreconditionError: a slot's rows are in a dense model that the context does not have.
+
+        Without it the slot would be empty, which `torch.cat` leaves out, or what the servers have of it.
+        """
+        dense_slots = () if self._slots is None else self._slots.dense_slots
+        looked_up = {name for name, _ in batch.leaves if name not in dense_slots}
+        missing = [name for name in batch.names if name not in looked_up | batch.dense_ids.keys()]
+        if missing:
+            raise FailedPreconditionError(
+                f"the rows of {', '.join(missing)} are in the dense model, and the context has none with "
+                "them: make it with model= and the model that was trained, or served"
+            )
+
     def _require_dense_slots(self) -> DenseSlots:
         if self._dense_slots is None:
             raise FailedPreconditionError(
-                "the batch has slots that are placed in the dense model, and the context's model has no rows "
-                "of them: make the context with the model that was trained"
+                "the rows of slots in the dense model are the model's: make the context with model="
             )
         return self._dense_slots
 

@@ -66,12 +66,17 @@ class EmbeddingBackend:
     """
 
     def __init__(
-        self, client: EmbeddingClient, *, deadline_s: float, slot_modes: tuple[str, ...] = ("",)
+        self,
+        client: EmbeddingClient,
+        *,
+        deadline_s: float,
+        slot_modes: tuple[str, ...] = ("",),
+        schema: str = "",
     ) -> None:
-        """`slot_modes`: the modes of slots (`SlotConfig.mode`), by the number of their bit in a lookup."""
+        """`slot_modes`: by the number of their bit in a lookup. `schema`: hash of the slots, or ""."""
         self._client = client
         self._deadline_s = deadline_s
-        self.slot_modes = slot_modes
+        self.slot_modes, self.schema = slot_modes, schema
         # Not locked: two lookups that pick the same worker by a race are only a little less balanced.
         self._num_direct_lookups = 0
 
@@ -211,11 +216,8 @@ class ClusterBackend(EmbeddingBackend):
         except BaseException:
             self._watch.close()
             raise
-        super().__init__(
-            self._remote,
-            deadline_s=deadline_s,
-            slot_modes=workers[0].slot_modes,
-        )
+        modes, schema = workers[0].slot_modes, workers[0].schema
+        super().__init__(self._remote, deadline_s=deadline_s, slot_modes=modes, schema=schema)
         self._monitor = CallMonitor(self._drop_dead_workers)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, List  # noqa: UP035 - TorchScript reads these
 
@@ -12,13 +13,15 @@ from torch import nn
 
 from persia.checkpoint.checkpoints import Source
 from persia.config import parse_embedding_config
-from persia.ctx import TrainCtx, eval_ctx
+from persia.ctx import EmbeddingCtx, InferCtx, TrainCtx, eval_ctx, infer
+from persia.ctx.base import PreprocessMode
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
 from persia.job import batch_pipeline
 from persia.nn import export
+from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.dense_ids import DenseIdReader, DenseTable
 from persia.pipeline.device_batch import Lane, lane_of
 from persia.serving.embeddings import EmbeddedRows
@@ -265,6 +268,54 @@ def test_a_new_slot_keeps_its_initial_values(tmp_path: Path) -> None:
         batch_of_it = ctx.get_embedding_from_data(PersiaBatch(features, requires_grad=False))
         _, (embedding,), _ = ctx.prepare_features(batch_of_it)
         assert torch.equal(embedding, expected[[2]])
+
+
+def test_a_context_without_the_rows_refuses_their_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = batch(0, requires_grad=False).to_bytes()
+    message = "rows of sum, far are in the dense model"
+    with (
+        EmbeddingCtx(PreprocessMode.EVAL, slots=config("sum", "far")) as alone,
+        pytest.raises(FailedPreconditionError, match=message),
+    ):
+        alone.prepare_features(alone.get_embedding_from_bytes(given))
+
+    # Workers of inference know no modes: they answer all slots, here with zeros.
+    file = tmp_path / "slots.yml"
+    file.write_text(json.dumps(config("sum", "far")))
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(file))
+    with training(model := Tower(), config("sum", "far")) as ctx:
+        expected = predictions(ctx, 0)
+        backend = EmbeddingBackend(ctx.runtime.backend._client, deadline_s=5.0)
+        monkeypatch.setattr(infer, "InferenceBackend", lambda _: backend)
+        with (
+            InferCtx(["host:1"]) as without,
+            pytest.raises(FailedPreconditionError, match=message),
+        ):
+            without.prepare_features(without.get_embedding_from_bytes(given))
+        with torch.no_grad(), InferCtx(["host:1"], model=model) as served:
+            dense, embeddings, _ = served.prepare_features(served.get_embedding_from_bytes(given))
+            torch.testing.assert_close(model(dense, embeddings), expected)
+
+
+def test_the_config_of_a_rank_is_that_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs, own = parse_embedding_config(config("sum", "far")), config("sum")
+    file = tmp_path / "slots.yml"
+    monkeypatch.setenv("PERSIA_EMBEDDING_CONFIG", str(file))
+    with training(Tower(), theirs) as ctx:
+        backend = EmbeddingBackend(
+            ctx.runtime.backend._client,
+            deadline_s=5.0,
+            slot_modes=theirs.slot_modes,
+            schema=theirs.schema_hash(),
+        )
+        file.write_text(json.dumps(own))
+        with pytest.raises(FailedPreconditionError, match=f"config {theirs.schema_hash()}, this process"):
+            EmbeddingCtx(PreprocessMode.EVAL, model=Tower(), backend=backend)
+        file.write_text(json.dumps(config("sum", "far")))
+        with EmbeddingCtx(PreprocessMode.EVAL, model=Tower(), backend=backend):
+            pass
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
