@@ -247,7 +247,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
                 "PERSIA_EMBEDDING_CONFIG"
             )
         if slot in self._slots.dense_slots:
-            self._require_dense_slots().set_rows(slot, ids, rows)
+            self._require_dense_slots().set_rows(self._slots, slot, ids, rows)
         else:
             self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
 

@@ -19,8 +19,9 @@ from torch import nn
 
 from persia import _native
 from persia.config import SlotsConfig
-from persia.errors import FailedPreconditionError
+from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
+from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.storage.dense import innermost
 
 if TYPE_CHECKING:
@@ -80,12 +81,19 @@ class DenseSlots:
         rows: nn.Parameter = getattr(self._module, _attribute(name))
         return rows
 
-    def set_rows(self, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
-        """Writes rows [n, dim] of `ids` [n]. InvalidArgumentError: an ID beyond the slot."""
+    def set_rows(
+        self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
+    ) -> None:
+        """Writes rows [n, dim] of `ids` [n], checked as for servers. No ID may be beyond the slot."""
+        slot_signs(slots, name, ids)
+        values = checked_rows(slots, name, ids, rows)
+        if not np.isfinite(values).all():
+            raise InvalidArgumentError(f"rows of slot {name} have NaN or Inf: set finite ones")
         offsets = np.array([0, len(ids)], np.uint32)
         places = self.reader.convert([(name, ids, offsets, None)])[name].ids
         with torch.no_grad():
-            self.rows(name)[places.to(self.rows(name).device)] = torch.from_numpy(rows).to(self.rows(name))
+            table = self.rows(name)
+            table[places.to(table.device)] = torch.from_numpy(values).to(table)
 
     def begin(self, slots: SlotsConfig, config: TrainConfig, firsts: Mapping[str, int] | None = None) -> None:
         """Sets rows to the initial values that servers with this config would give them.

@@ -18,7 +18,7 @@ from persia.ctx.base import PreprocessMode
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
-from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job import batch_pipeline
 from persia.nn import export
 from persia.pipeline.backend import EmbeddingBackend
@@ -360,6 +360,29 @@ def test_rows_are_set(tmp_path: Path) -> None:
         assert torch.equal(slots.rows("sum")[[7, 3]], torch.from_numpy(rows))
         with pytest.raises(InvalidArgumentError, match=f"the ID {ROWS}"):
             ctx.set_embedding("sum", np.array([ROWS], np.uint64), rows[:1])
+
+
+@pytest.mark.parametrize("slot", ["sum", "mean"])  # in the dense model, and on the server
+@pytest.mark.parametrize(
+    ("ids", "rows", "message"),
+    [
+        (np.array([-1]), np.ones((1, DIM), np.float32), r"int64 \[1\]"),
+        (np.array([[7]], np.uint64), np.ones((1, DIM), np.float32), r"uint64 \[1, 1\]"),
+        (np.array([1, 2], np.uint64), np.ones((1, 1), np.float32), r"are \[1, 1\]"),
+        (np.array([4], np.uint64), np.full((1, DIM), np.nan, np.float32), "NaN or"),
+        (np.array([4], np.uint64), np.full((1, DIM), 1e300), "NaN or"),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_wrong_rows_are_refused_wherever_a_slot_is(slot: str, ids: Any, rows: Any, message: str) -> None:
+    with training(model := Tower(), config("sum")) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        before = slots.rows("sum").detach().clone()
+        with pytest.raises((InvalidArgumentError, InvalidTypeError), match=message):
+            ctx.set_embedding(slot, ids, rows)
+        assert torch.equal(slots.rows("sum"), before)
 
 
 def test_a_model_keeps_its_rows_in_a_second_context() -> None:
