@@ -181,36 +181,63 @@ class DenseSlots:
 
 
 class DenseSlotsOptimizer:
-    """The state of an optimizer with the states of dense slots apart, by slot: slots may move."""
+    """The state of an optimizer with that of dense slots apart, by slot: slots may move."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, slots: DenseSlots) -> None:
         self._optimizer = optimizer
-        self._names = list(slots.tables)
+        self._rows = {name: slots.rows(name) for name in slots.tables}
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, as it would be without dense slots, and one more key."""
         state = self._optimizer.state_dict()
-        numbers = self._take_numbers(state)
-        found = {name: state["state"].pop(number, None) for name, number in numbers.items()}
-        return {**state, _OF_OPTIMIZER: {name: value for name, value in found.items() if value is not None}}
+        groups: list[dict[str, Any]] = []
+        states: dict[str, Any] = {}
+        settings: dict[str, Any] = {}  # of groups that have only dense slots
+        for names, group in zip(self._names(), state["param_groups"], strict=True):
+            numbers = dict(zip(group["params"], names, strict=True))
+            slots = {name: number for number, name in numbers.items() if name is not None}
+            states |= {name: state["state"].pop(k) for name, k in slots.items() if k in state["state"]}
+            others = {**group, "params": [number for number, name in numbers.items() if name is None]}
+            if slots and not others["params"]:
+                settings |= dict.fromkeys(slots, others)
+            else:
+                groups.append(others)
+        own = {"states": states, "settings": settings}
+        return {**state, "param_groups": groups, _OF_OPTIMIZER: own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """A slot without a state in `state` keeps its own, which has begun anew when it moves at load."""
-        current = self._optimizer.state_dict()
-        numbers = self._take_numbers(current)
-        saved = state.get(_OF_OPTIMIZER, {})
-        states = {name: saved.get(name, current["state"].get(number)) for name, number in numbers.items()}
-        groups = [dict(group) for group in state["param_groups"]]
-        # Only their order counts, so names do as numbers.
-        groups[0]["params"] = [*groups[0]["params"], *self._names]
-        known = {name: value for name, value in states.items() if value is not None}
-        self._optimizer.load_state_dict({"state": {**state["state"], **known}, "param_groups": groups})
+        current = self.state_dict()[_OF_OPTIMIZER]
+        saved = state.get(_OF_OPTIMIZER, {"states": {}, "settings": {}})
+        groups, others = [], list(state["param_groups"])
+        for names in self._names():
+            slots = [name for name in names if name is not None]
+            if slots and len(slots) == len(names):
+                settings = {**current["settings"], **saved["settings"]}
+                groups.append({**settings[slots[0]], "params": slots})
+            elif others:  # torch names a number of groups or parameters that differs
+                group = others.pop(0)
+                groups.append({**group, "params": _inserted(group["params"], names)})
+        states = {**current["states"], **saved["states"]}
+        known = {name: states[name] for name in self._rows if name in states}
+        self._optimizer.load_state_dict(
+            {"state": {**state["state"], **known}, "param_groups": [*groups, *others]}
+        )
 
-    def _take_numbers(self, state: dict[str, Any]) -> dict[str, int]:
-        group = state["param_groups"][0]
-        first = len(group["params"]) - len(self._names)
-        group["params"], taken = group["params"][:first], group["params"][first:]
-        return dict(zip(self._names, taken, strict=True))
+    def _names(self) -> list[list[str | None]]:
+        """Of each parameter of each group: its slot."""
+        # By identity: a script may have made the optimizer of a model that had its rows already.
+        slots = {id(rows): name for name, rows in self._rows.items()}
+        return [[slots.get(id(p)) for p in group["params"]] for group in self._optimizer.param_groups]
+
+
+def _inserted(numbers: Sequence[int], names: Sequence[str | None]) -> list[int | str]:
+    """The parameters of a group with the slots where they are. Only the order counts to torch."""
+    found: list[int | str] = list(numbers)
+    for place, name in enumerate(names):
+        if name is not None:
+            found.insert(place, name)
+    return found
 
 
 class DenseMoves:

@@ -237,6 +237,50 @@ def test_a_load_moves_slots_either_way(tmp_path: Path) -> None:
             ctx.dump_checkpoint(tmp_path / str(number))
 
 
+def optimizer_of(model: Tower, layout: str) -> torch.optim.Adam:
+    """`layout`: how the parameters are divided into groups, if the model has its rows."""
+    rows = [p for name, p in model.named_parameters() if "persia_dense_slots" in name]
+    weight, bias = model.linear.weight, model.linear.bias
+    groups = {
+        "one": [[*rows, weight, bias]],
+        "apart": [[weight, bias], rows],
+        "between": [[weight], [*rows[:1], bias, *rows[1:]]],
+    }[layout]
+    return torch.optim.Adam(
+        [{"params": group, "lr": 0.01 * (1 + number)} for number, group in enumerate(groups) if group]
+    )
+
+
+@pytest.mark.parametrize("layout", ["one", "apart", "between"])
+def test_states_keep_their_slots_in_any_group(layout: str, tmp_path: Path) -> None:
+    model = Tower()
+    with training(model, config("sum", "far"), optimizer_of(model, layout)) as ctx:
+        step(ctx, 0)
+    optimizer = optimizer_of(model, layout)  # of a model with its rows
+    with training(model, config("sum", "far"), optimizer) as ctx:
+        step(ctx, 0)
+        ctx.dump_checkpoint(tmp_path)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        rates = [group["lr"] for group in optimizer.param_groups]
+        optimizer.param_groups[-1]["lr"] = 9.0
+        moments = {name: optimizer.state[slots.rows(name)]["exp_avg"].clone() for name in slots.tables}
+        assert not torch.equal(*moments.values())
+        ctx.load_checkpoint(tmp_path)
+        assert [group["lr"] for group in optimizer.param_groups] == rates
+    again = optimizer_of(fresh := Tower(), layout)  # of one without
+    with training(fresh, config("far", "sum"), again) as ctx:
+        ctx.load_checkpoint(tmp_path)
+        loaded = DenseSlots.find(fresh)
+        assert loaded is not None
+        for name, moment in moments.items():
+            assert torch.equal(again.state[loaded.rows(name)]["exp_avg"], moment)
+        assert torch.equal(
+            again.state[fresh.linear.weight]["exp_avg"], optimizer.state[model.linear.weight]["exp_avg"]
+        )
+        step(ctx, 1)
+
+
 def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path) -> None:
     alone = np.array([2], np.uint64)
     with training(Tower(), config()) as ctx:
