@@ -246,6 +246,8 @@ class CheckpointMethods:
             for name, state in states.items():
                 what = str(source.location / name)
                 dense.load_state(state, contents[name], what, map_location or self.device, moves.adapt)
+            if self._dense_slots is not None and moves.without_values:
+                self._begin_rows(self._dense_slots, moves.without_values)
             if source.has_embeddings:
                 self._load_embeddings(source, blocking=blocking or bool(moves), strict=strict)
                 self._move(moves, source)
@@ -272,7 +274,6 @@ class CheckpointMethods:
             ids = np.arange(len(rows), dtype=np.uint64)
             self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
         if self._dense_slots is not None and moves.from_servers:
-            self._begin_rows(self._dense_slots, dict.fromkeys(moves.from_servers, 0))
             section = source.manifest.embeddings
             schema = None if section is None else section.schema
             # Servers may have another slot's rows under the signs of one that the checkpoint lacks.

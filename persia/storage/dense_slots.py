@@ -19,7 +19,7 @@ from torch import nn
 
 from persia import _native
 from persia.config import SlotsConfig
-from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
 from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.storage.dense import innermost
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MODULE_NAME = "persia_dense_slots"  # of the submodule
 _OF_OPTIMIZER = "dense_slots"  # in the file of an optimizer
+# States that do not begin as zeros, and the setting that they begin as: of Adagrad and Rprop.
+_FIRST_STATES = {"sum": "initial_accumulator_value", "step_size": "lr"}
 _IDS_AT_A_TIME = 65535  # samples of a batch
 
 
@@ -202,13 +204,14 @@ class DenseSlotsOptimizer:
                 settings |= dict.fromkeys(slots, others)
             else:
                 groups.append(others)
-        own = {"states": states, "settings": settings}
+        cardinalities = {name: len(rows) for name, rows in self._rows.items()}
+        own = {"states": states, "settings": settings, "cardinalities": cardinalities}
         return {**state, "param_groups": groups, _OF_OPTIMIZER: own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """A slot without a state in `state` keeps its own, which has begun anew when it moves at load."""
         current = self.state_dict()[_OF_OPTIMIZER]
-        saved = state.get(_OF_OPTIMIZER, {"states": {}, "settings": {}})
+        saved = state.get(_OF_OPTIMIZER, {"states": {}, "settings": {}, "cardinalities": {}})
         groups, others = [], list(state["param_groups"])
         for names in self._names():
             slots = [name for name in names if name is not None]
@@ -219,10 +222,27 @@ class DenseSlotsOptimizer:
                 group = others.pop(0)
                 groups.append({**group, "params": _inserted(group["params"], names)})
         states = {**current["states"], **saved["states"]}
-        known = {name: states[name] for name in self._rows if name in states}
+        cardinalities = {**current["cardinalities"], **saved["cardinalities"]}
+        known = {
+            name: {
+                key: self._grown(name, key, value, cardinalities[name]) for key, value in states[name].items()
+            }
+            for name in self._rows
+            if name in states
+        }
         self._optimizer.load_state_dict(
             {"state": {**state["state"], **known}, "param_groups": [*groups, *others]}
         )
+
+    def _grown(self, name: str, key: str, value: Any, cardinality: int) -> Any:
+        """A state of so many rows, or of none, with what begins for rows that the slot has got since."""
+        num_rows = len(self._rows[name])
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != cardinality:
+            return value
+        begin = 0.0
+        if setting := _FIRST_STATES.get(key):  # else Rprop would never train them
+            begin = self._optimizer.param_groups[0].get(setting, 0.0)
+        return torch.cat([value, value.new_full((num_rows - cardinality, *value.shape[1:]), begin)])
 
     def _names(self) -> list[list[str | None]]:
         """Of each parameter of each group: its slot."""
@@ -241,22 +261,34 @@ def _inserted(numbers: Sequence[int], names: Sequence[str | None]) -> list[int |
 
 
 class DenseMoves:
-    """The slots that a load moves between the dense model and the servers."""
+    """The slots that a load moves between the dense model and the servers, and those that have grown."""
 
     def __init__(self, slots: DenseSlots | None) -> None:
         self._slots = slots
         self.from_servers: list[str] = []
+        self.without_values: dict[str, int] = {}  # by slot the first row that the file does not have
         self._saved: dict[str, torch.Tensor] = {}  # rows of the file that the model lacks, by parameter
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A saved state of the model, made one of this model."""
+        """A saved state of the model, made one of this model. ConfigError: a slot has fewer rows now."""
         own = {} if self._slots is None else {_key(name): name for name in self._slots.tables}
         saved = {key for key in state if key.startswith(f"{MODULE_NAME}.")}
         self._saved = {key: state[key] for key in saved - own.keys()}
         self.from_servers = [name for key, name in own.items() if key not in saved]
         kept = {key: value for key, value in state.items() if key not in self._saved}
-        if self._slots is not None:
-            kept |= {_key(name): self._slots.rows(name).detach() for name in self.from_servers}
+        for key, name in own.items():
+            assert self._slots is not None, "it has the slots"
+            rows = self._slots.rows(name).detach()
+            found = state.get(key, rows[:0])
+            if found.shape[1] != rows.shape[1] or len(found) > len(rows):
+                raise ConfigError(
+                    f"slot {name!r} has cardinality {len(found)} and dim {found.shape[1]} in the checkpoint, "
+                    f"and {len(rows)} and {rows.shape[1]} in the embedding config: a slot in the dense model "
+                    "keeps its dim and can only grow"
+                )
+            if len(found) < len(rows):
+                self.without_values[name] = len(found)
+                kept[key] = torch.cat([found, rows[len(found) :].to(found)])
         return kept
 
     def __bool__(self) -> bool:

@@ -281,6 +281,54 @@ def test_states_keep_their_slots_in_any_group(layout: str, tmp_path: Path) -> No
         step(ctx, 1)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.Rprop])
+def test_a_load_accepts_more_rows_and_no_fewer(kind: Any, tmp_path: Path) -> None:
+    def with_rows(count: int) -> dict[str, Any]:
+        slots = config("sum", "far")
+        slots["slots_config"]["sum"]["cardinality"] = count
+        return slots
+
+    model = Tower()
+    with training(model, with_rows(ROWS), kind(model.parameters(), lr=0.01)) as ctx:
+        step(ctx, 0)
+        ctx.dump_checkpoint(tmp_path)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        before = slots.rows("sum").detach().clone()
+
+    model = Tower()
+    optimizer = kind(model.parameters(), lr=0.01)
+    with training(model, with_rows(ROWS + 5), optimizer) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        rows = slots.rows("sum")
+        initial = rows.detach().clone()
+        last = [
+            IDTypeFeature(name, [np.array([ROWS + 4 if name == "sum" else 0], np.uint64)]) for name in DENSE
+        ]
+        looked_up = ctx.get_embedding_from_data(
+            PersiaBatch(last, labels=[Label(np.ones((1, 1)))], requires_grad=True)
+        )
+        output, _ = ctx.forward(looked_up)
+        ctx.backward(output.sum())  # what is trained before a load is replaced
+        ctx.load_checkpoint(tmp_path)
+        assert torch.equal(rows, torch.cat([before, initial[ROWS:]]))
+        first = {torch.optim.Rprop: 0.01}.get(kind, 0.0)
+        for key, value in optimizer.state[rows].items():
+            if value.ndim > 0:
+                assert len(value) == ROWS + 5
+                assert (value[ROWS:] == (first if key == "step_size" else 0.0)).all()
+                assert value[:ROWS].any()
+        step(ctx, 1)
+
+    model = Tower()
+    with training(model, with_rows(ROWS - 1), kind(model.parameters(), lr=0.01)) as ctx:
+        weight = model.linear.weight.detach().clone()
+        with pytest.raises(ConfigError, match=f"'sum' has cardinality {ROWS} .* and {ROWS - 1} and"):
+            ctx.load_checkpoint(tmp_path)
+        assert torch.equal(model.linear.weight, weight)
+
+
 def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path) -> None:
     alone = np.array([2], np.uint64)
     with training(Tower(), config()) as ctx:
