@@ -283,9 +283,9 @@ class CheckpointMethods:
             look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
             self._dense_slots.copy_from(known, look_up)
 
-    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
         """Sets rows that a load has no values for: zeros, as servers answer without training."""
-        for name, first in firsts.items():
+        for name, first in (firsts or dict.fromkeys(slots.tables, 0)).items():
             slots.rows(name).detach()[first:] = 0
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
@@ -314,16 +314,15 @@ class TrainingCheckpointMethods(CheckpointMethods):
     _rows_guard: RowsGuard | None = None  # of a context that trains on servers
 
     def _find_dense_slots(self) -> DenseSlots | None:
-        has_values = DenseSlots.find(self.model) is not None  # of a context before this one
         found = super()._find_dense_slots()
         if found is None:
             return None
-        if not has_values:
-            self._begin_rows(found, dict.fromkeys(found.tables, 0))
+        if not found.has_values:  # else of a context before this one
+            self._begin_rows(found)
         found.train_by(self.dense_optimizer)
         return found
 
-    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
         if self._slots is not None:
             # Else some would be zeros, as admission is for rows on servers.
             config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)

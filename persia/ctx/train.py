@@ -204,6 +204,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self.embedding_config = embedding_config
         config = self.embedding_optimizer.train_config(embedding_config)
         self.runtime.backend.configure(config, replace=True)
+        # The published way to give the initial values: inside the context, before the first batch.
+        if self._dense_slots is not None and self._dense_slots.is_initial and self.step == 0:
+            self._begin_rows(self._dense_slots)
 
     def register_embedding_optimizer(self, embedding_optimizer: Optimizer) -> None:
         """Replaces the embedding optimizer of all servers during training."""

@@ -40,19 +40,30 @@ class _Tables(nn.Module):
     def __init__(self, slots: Mapping[str, DenseTable]) -> None:
         super().__init__()
         self.settings: str = json.dumps({name: asdict(slot) for name, slot in slots.items()})
+        self.has_values: bool = False  # True: initial or loaded ones, no longer those of this constructor
         for name, slot in slots.items():
             rows = torch.zeros(slot.cardinality, slot.dim)
             self.register_parameter(_attribute(name), nn.Parameter(rows))
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.has_values = True
+        super()._load_from_state_dict(*arguments)
 
 
 class DenseSlots:
     """The slots in a dense model, which may be TorchScript."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self._module: Any = module
         content = json.loads(str(module.settings))
         self.tables = {name: DenseTable(**table) for name, table in content.items()}
         self.reader = DenseIdReader(self.tables)
+        self.is_initial = False  # `begin` has set the rows, and neither a load nor `set_rows` since
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the rows were given values, here or before: initial, loaded or trained ones."""
+        return bool(self._module.has_values)
 
     @classmethod
     def find(cls, model: nn.Module | None) -> DenseSlots | None:
@@ -94,6 +105,7 @@ class DenseSlots:
         offsets = np.array([0, len(ids)], np.uint32)
         places = self.reader.convert([(name, ids, offsets, None)])[name].ids
         with torch.no_grad():
+            self._module.has_values, self.is_initial = True, False
             table = self.rows(name)
             table[places.to(table.device)] = torch.from_numpy(values).to(table)
 
@@ -102,6 +114,7 @@ class DenseSlots:
 
         `firsts`: the slots and the first row of each; None: all.
         """
+        self._module.has_values, self.is_initial = True, firsts is None
         size = sum(table.cardinality for table in self.tables.values())
         client = _native.EmbeddedClient(
             slots=slots.native_slots(),
@@ -271,7 +284,10 @@ class DenseMoves:
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
         """A saved state of the model, made one of this model. ConfigError: a slot has fewer rows now."""
-        own = {} if self._slots is None else {_key(name): name for name in self._slots.tables}
+        own = {}
+        if self._slots is not None:
+            own = {_key(name): name for name in self._slots.tables}
+            self._slots.is_initial = False
         saved = {key for key in state if key.startswith(f"{MODULE_NAME}.")}
         self._saved = {key: state[key] for key in saved - own.keys()}
         self.from_servers = [name for key, name in own.items() if key not in saved]

@@ -492,6 +492,46 @@ def test_a_model_keeps_its_rows_in_a_second_context() -> None:
         training(model, config("mean"), optimizer)
 
 
+def test_a_model_that_an_evaluation_had_first_gets_initial_values(tmp_path: Path) -> None:
+    model = Tower()
+    with EmbeddingCtx(PreprocessMode.EVAL, model=model, slots=config("sum")):
+        pass
+    with training(model, config("sum")) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        assert slots.rows("sum").all()
+        ctx.set_embedding("sum", np.array([3], np.uint64), np.full((1, DIM), 9.0, np.float32))
+        before = slots.rows("sum").detach().clone()
+        ctx.dump_checkpoint(tmp_path)
+    loaded = Tower()
+    with EmbeddingCtx(PreprocessMode.EVAL, model=loaded, slots=config("sum")) as evaluation:
+        evaluation.load_checkpoint(tmp_path)
+    with training(loaded, config("sum")):
+        slots = DenseSlots.find(loaded)
+        assert slots is not None
+        assert torch.equal(slots.rows("sum"), before)
+
+
+def test_initial_values_follow_the_config_until_the_first_step(tmp_path: Path) -> None:
+    constant = EmbeddingConfig(emb_initialization=(0.25, 0.25))
+    with training(model := Tower(), config(*DENSE)) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        ctx.configure_embedding_parameter_servers(constant)
+        assert (slots.rows("sum") == 0.25).all()
+        ctx.dump_checkpoint(tmp_path)
+        step(ctx, 0)
+        trained = slots.rows("sum").detach().clone()
+        ctx.configure_embedding_parameter_servers(EmbeddingConfig())
+        assert torch.equal(slots.rows("sum"), trained)
+    with training(model := Tower(), config(*DENSE)) as ctx:
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        ctx.load_checkpoint(tmp_path)
+        ctx.configure_embedding_parameter_servers(EmbeddingConfig())
+        assert (slots.rows("sum") == 0.25).all()
+
+
 def test_a_schedule_that_exists_rules_the_rows() -> None:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
