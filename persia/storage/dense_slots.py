@@ -185,10 +185,16 @@ class DenseSlots:
         Not to a group of their own: a schedule of rates that exists already would not know it.
         """
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        new = [self.rows(name) for name in self.tables if id(self.rows(name)) not in known]
+        # Such as ZeroRedundancyOptimizer, whose ranks divide the parameters when they are added to it.
+        if new and type(optimizer).add_param_group is not torch.optim.Optimizer.add_param_group:
+            raise ConfigError(
+                f"{type(optimizer).__name__} keeps lists of parameters of its own, and would not train slots "
+                f"in the dense model ({', '.join(self.tables)}): choose placement: servers for them, or "
+                "another dense optimizer"
+            )
         group = optimizer.param_groups[0]
-        for parameter in map(self.rows, self.tables):
-            if id(parameter) in known:
-                continue
+        for parameter in new:
             group["params"].append(parameter)
             if isinstance(optimizer, torch.optim.Adagrad):  # the only one that makes states when it is made
                 total = torch.full_like(parameter, group["initial_accumulator_value"])

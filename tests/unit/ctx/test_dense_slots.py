@@ -532,6 +532,21 @@ def test_initial_values_follow_the_config_until_the_first_step(tmp_path: Path) -
         assert (slots.rows("sum") == 0.25).all()
 
 
+class Partitioned(torch.optim.SGD):
+    """As ZeroRedundancyOptimizer: trains what was handed to it, whatever its groups have become."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+
+
+def test_an_optimizer_with_lists_of_its_own_is_refused() -> None:
+    model = Tower()
+    with pytest.raises(ConfigError, match=r"Partitioned keeps lists .* \(sum\)"):
+        training(model, config("sum"), Partitioned(model.parameters(), lr=0.5))
+    with training(model := Tower(), config(), Partitioned(model.parameters(), lr=0.5)) as ctx:
+        step(ctx, 0)
+
+
 def test_a_schedule_that_exists_rules_the_rows() -> None:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
