@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # a lookup names slots by the bits of their modes
 DENSE_MODE = "dense"  # the mode of slots in the dense model: workers look them up only to move their rows
+MAX_DENSE_ROWS = 1 << 24  # of a slot in the dense model
 # Settings of rows on servers, which slots in the dense model cannot have.
 _SERVER_SETTINGS = (
     *("optimizer", "admit_probability", "admit_after", "weight_bound"),
@@ -112,6 +113,11 @@ class SlotConfig(Section):
             return
         if self.cardinality is None:
             raise ConfigError("placement='dense' needs cardinality: the number of rows, above every ID")
+        if self.cardinality > MAX_DENSE_ROWS:
+            raise ConfigError(
+                f"placement='dense' with a cardinality of {self.cardinality} is more than the "
+                f"{MAX_DENSE_ROWS} rows that each rank can have and send: choose placement: servers"
+            )
         if (reason := self.not_dense) is not None:
             raise ConfigError(f"placement='dense' excludes {reason}: leave one of them out")
 
@@ -204,7 +210,7 @@ class SlotsConfig(Section):
         Mapping[str, Annotated[tuple[str, ...], Field(strict=False)]], BeforeValidator(expanded_groups)
     ] = {}  # pydantic copies it
     # Slots with a `cardinality` up to it are placed in the dense model, if nothing else in them forbids that.
-    dense_placement_threshold: Positive | None = None
+    dense_placement_threshold: Annotated[Positive, Field(le=MAX_DENSE_ROWS)] | None = None
 
     def check(self) -> None:
         if not self.slots_config:

@@ -250,11 +250,11 @@ class CheckpointMethods:
                 self._begin_rows(self._dense_slots, moves.without_values)
             if source.has_embeddings:
                 self._load_embeddings(source, blocking=blocking or bool(moves), strict=strict)
-                self._move(moves, source)
             else:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
                 )
+            self._move(moves, source)
         # Later batches are matched with it. Where slots were added or removed the model has other inputs.
         if strict:
             self.runtime.signature = source.signature
@@ -273,9 +273,9 @@ class CheckpointMethods:
         for name, rows in moves.to_servers(self._slots).items():
             ids = np.arange(len(rows), dtype=np.uint64)
             self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
-        if self._dense_slots is not None and moves.from_servers:
-            section = source.manifest.embeddings
-            schema = None if section is None else section.schema
+        section = source.manifest.embeddings
+        if self._dense_slots is not None and moves.from_servers and section is not None:
+            schema = section.schema
             # Servers may have another slot's rows under the signs of one that the checkpoint lacks.
             known = [name for name in moves.from_servers if schema is None or name in schema.slots]
             backend = self.runtime.backend

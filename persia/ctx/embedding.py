@@ -147,6 +147,11 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         self._check_complete(batch)
         if batch.dense_ids:
             embeddings = self._require_dense_slots().fill(batch.names, batch.dense_ids, embeddings)
+        if not batch.leaves:
+            reached = batch.reached  # not the batch: it is released when the script drops it
+            for embedding in embeddings:
+                if embedding.requires_grad:
+                    embedding.register_hook(lambda _: reached.add(True))  # type: ignore[no-untyped-call]
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
@@ -229,7 +234,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         return self.runtime.backend.sizes()
 
     def clear_embeddings(self) -> None:
-        """Removes all rows from all servers."""
+        """Removes all rows from all servers. Slots in the dense model keep theirs."""
         self.runtime.backend.clear()
 
     def set_embedding(self, slot: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:

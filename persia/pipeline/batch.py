@@ -54,6 +54,8 @@ class PersiaTrainingBatch:
     find_synchronous: Callable[[], LookupResult] | None = None
     # Of slots in the dense model, which are absent from the lookups.
     dense_ids: Mapping[str, DenseIds] = dataclasses.field(default_factory=dict)
+    # Not empty: a backward pass has reached the embeddings of a batch that has only such slots, so no leaf.
+    reached: set[bool] = dataclasses.field(default_factory=set)
     # The leaves whose gradients `backward` returns; created with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)  # of the embedding tensors

@@ -79,6 +79,11 @@ class DenseSlots:
             for name, slot in slots.dense_slots.items()
         }
         found = cls.find(model)
+        if found is None and isinstance(innermost(model), torch.jit.ScriptModule):
+            raise ConfigError(
+                f"slots {', '.join(tables)} are placed in the dense model, and a model of TorchScript takes "
+                "no new rows: pass the model that it was compiled from, or choose placement: servers"
+            )
         if found is None:
             innermost(model).add_module(MODULE_NAME, _Tables(tables).to(device or "cpu"))
             return cls(getattr(innermost(model), MODULE_NAME))

@@ -20,7 +20,7 @@ from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job import batch_pipeline
-from persia.nn import export
+from persia.nn import EmbeddingBagCollection, export
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.dense_ids import DenseIdReader, DenseTable
 from persia.pipeline.device_batch import Lane, lane_of
@@ -547,6 +547,48 @@ def test_an_optimizer_with_lists_of_its_own_is_refused() -> None:
         step(ctx, 0)
 
 
+@pytest.mark.parametrize("dense", [(), ("sum",), DENSE], ids=str)
+def test_a_loss_over_two_batches_trains_both(dense: tuple[str, ...]) -> None:
+    with training(Tower(), config(*dense)) as ctx:
+        first, second, other = (ctx.get_embedding_from_data(batch(seed)) for seed in range(3))
+        _, *outputs = [ctx.forward(one)[0] for one in (other, first, second)]
+        ctx.backward(outputs[0].sum() + outputs[1].sum())
+        ctx.wait_for_gradients()
+        assert ctx.counters.gradients_submitted == 2
+        assert other.lease is not None
+        assert not other.lease.acquired  # its own backward may follow
+
+
+def test_what_cannot_have_rows_in_the_dense_model_says_so() -> None:
+    scripted = torch.jit.script(Tower())
+    optimizer = torch.optim.SGD(scripted.parameters(), lr=0.5)
+    with pytest.raises(
+        ConfigError, match="sum, far are placed in the dense model, and a model of TorchScript"
+    ):
+        training(scripted, config("sum", "far"), optimizer)
+    with pytest.raises(ConfigError, match="slots places sum, far in the dense model"):
+        EmbeddingBagCollection(parse_embedding_config(config("sum", "far")), SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="dense_placement_threshold"):
+        parse_embedding_config(config(dense_placement_threshold=2**24 + 1))
+
+
+def test_the_dense_part_of_a_checkpoint_alone_moves_its_rows_to_servers(tmp_path: Path) -> None:
+    with training(model := Tower(), config("sum")) as ctx:
+        step(ctx, 0)
+        slots = DenseSlots.find(model)
+        assert slots is not None
+        ctx.dump_checkpoint(tmp_path / "all")
+    (tmp_path / "torch").mkdir()
+    for name in ("dense.pt", "opt.pt"):
+        (tmp_path / "torch" / name).write_bytes(Source(tmp_path / "all").dense(name))
+    features = [IDTypeFeature("sum", [np.array([2], np.uint64)])]
+    with training(Tower(), config()) as ctx:
+        ctx.load_checkpoint(tmp_path / "torch")
+        looked_up = ctx.get_embedding_from_data(PersiaBatch(features, requires_grad=False))
+        _, (embedding,), _ = ctx.prepare_features(looked_up)
+        assert torch.equal(embedding, slots.rows("sum")[[2]])
+
+
 def test_a_schedule_that_exists_rules_the_rows() -> None:
     model = Tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -586,6 +628,7 @@ def test_the_threshold_places_what_it_can() -> None:
     ("settings", "message"),
     [
         ({}, "needs cardinality"),
+        ({"cardinality": 2**24 + 1}, "cardinality of 16777217 is more than the 16777216"),
         ({"cardinality": 5, "embedding_summation": False}, "excludes embedding_summation=false"),
         ({"cardinality": 5, "admit_after": 2}, "excludes admit_after"),
         ({"cardinality": 5, "time_to_live_sec": 2.0}, "excludes time_to_live_sec"),
