@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,10 +245,46 @@ def build(architecture: str, output: Path) -> None:
             run(TOOLS / "bin" / "python", "-c", AUDITWHEEL, architecture, *repair, wheel, env=environment)
 
 
-def processor_s() -> float:
-    """Processor time of the commands so far: on a busy machine, the clock says little."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+class Clock:
+    """Wall time and processor time since it was made: on a busy machine, wall time alone says little."""
+
+    def __init__(self) -> None:
+        self._begin, self._begin_cpu = time.monotonic(), self._processor_s()
+
+    def read(self, running: int | None = None) -> str:
+        """Processor time is that of the commands that have ended, and of the process `running`."""
+        cpu = self._processor_s() - self._begin_cpu
+        if running is not None:
+            ticks = Path("/proc", str(running), "stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+            cpu += (int(ticks[11]) + int(ticks[12])) / os.sysconf("SC_CLK_TCK")
+        return f"{time.monotonic() - self._begin:.0f} s ({cpu:.0f} s of processor time)"
+
+    @staticmethod
+    def _processor_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+
+def train(command: Sequence[str | Path], env: Mapping[str, str], cwd: Path, clock: Clock) -> str:
+    """Runs README's training script; returns what the clock said when it printed its first step."""
+    output: list[str] = []
+    first = ""
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**env, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.append(line)
+            if line.startswith("step 0:"):
+                first = clock.read(process.pid)
+    if process.returncode or not first:
+        sys.exit(f"{''.join(output)}\nwheels: the training script ended with {process.returncode}")
+    return first
 
 
 def emulate_in_place(program: Path) -> None:
@@ -316,26 +352,25 @@ def try_wheel(wheel: Path, torch: str) -> None:
         pip = (home / "bin" / "python", "-m", "pip", "install", "--quiet")
         run(*pip, torch, env=environment, cwd=Path(folder))
         version = ask(home / "bin" / "python", "__import__('importlib.metadata').metadata.version('torch')")
-        begin, begin_cpu = time.monotonic(), processor_s()
+        clock, load = Clock(), os.getloadavg()[0]
         run(*pip, "--only-binary=:all:", wheel.resolve(), env=environment, cwd=Path(folder))
-        installed = time.monotonic()
+        installed = clock.read()
         if is_emulated(wheel):
             for program in filter(Path.is_file, (home / "bin").iterdir()):
                 if program.read_bytes().startswith(b"\x7fELF"):
                     emulate_in_place(program)
-        run(home / "bin" / "python", "-c", KERNELS_FIT, env=environment, cwd=Path(folder))
         readme = (ROOT / "README.md").read_text(encoding="utf-8")
         for name, text in SCRIPT.findall(readme):
             Path(folder, name).write_text(text, encoding="utf-8")
-        run(home / "bin" / "python", "train.py", env=environment, cwd=Path(folder))
-        trained, trained_cpu = time.monotonic(), processor_s()
+        first = train((home / "bin" / "python", "train.py"), environment, Path(folder), clock)
+        trained = clock.read()
+        run(home / "bin" / "python", "-c", KERNELS_FIT, env=environment, cwd=Path(folder))
         (cluster,) = re.findall(r"^## Cluster\n.*?^```sh\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
         shell = shutil.which("sh") or "/bin/sh"
         run(shell, "-ec", cluster, env=environment, cwd=Path(folder))
         say(
-            f"{wheel.name} with torch {version}: installed in {installed - begin:.0f} s, "
-            f"first script done after {trained - begin:.0f} s, "
-            f"{trained_cpu - begin_cpu:.0f} s of processor time; a cluster too"
+            f"{wheel.name} with torch {version}: installed after {installed}, first step after {first}, "
+            f"300 steps and a checkpoint after {trained}; a cluster too. Load at first {load:.1f}"
         )
 
 

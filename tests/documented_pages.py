@@ -231,7 +231,8 @@ def _(stage: Stage) -> Iterator[None]:
         torch.nn.init.zeros_(parameter)
     yield
     assert (stage.folder / "best" / "jit_dense.pt").is_file()
-    assert (stage.names["best"], stage.names["patience"], stage.contexts[-1].step) == (1.0, 0, 4)
+    stopping = stage.names["stopping"]
+    assert (stopping.best["auc"], stopping.since_best, stage.contexts[-1].step) == (1.0, 3, 4)
 
 
 @around("recipes.md", "add_scalar")

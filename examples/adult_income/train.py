@@ -9,7 +9,7 @@ Settings come from the environment (see settings.py).
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
@@ -85,7 +85,7 @@ def report_progress(**values: float | str) -> None:
 
     Numbers also go to `persia-launcher status` and Prometheus (docs/operations.md).
     """
-    if not sys.stdout.isatty():
+    if "KUBERNETES_SERVICE_HOST" in os.environ:  # every pod has it
         print("persia-progress", json.dumps(values), flush=True)
     report(**{name: value for name, value in values.items() if not isinstance(value, str)})
 

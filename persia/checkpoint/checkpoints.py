@@ -47,10 +47,11 @@ from persia.storage.signature import Signature
 from persia.storage.signing import signer, trusted_keys
 from persia.storage.versions import keep_newest, resolve, set_latest
 
-__all__ = ["Checkpoints", "DumpHook", "DumpRequest", "Source", "described"]
+__all__ = ["EXTRA_NAME", "Checkpoints", "DumpHook", "DumpRequest", "Source", "described", "newest_of"]
 
 _T = TypeVar("_T")
 
+EXTRA_NAME = "extra.pt"  # among the dense files: it is written and committed with them
 _MAX_BEGINNINGS = 5  # each change of the number of servers takes seconds at least
 _MAX_DENSE_BYTES = 1 << 40  # a bound for what is read at once; the manifest has the size
 
@@ -78,6 +79,22 @@ class Source:
         """The features that its dense model was trained with; None: it does not tell."""
         return None if self.manifest.dense is None else self.manifest.dense.signature
 
+    def extra(self) -> Any:
+        """The state of the script that was dumped with it; None: there is none."""
+        if self.manifest.dense is None or EXTRA_NAME not in self.manifest.dense.files:
+            return None
+        from persia.storage.dense import load_extra  # torch, which servers do not load
+
+        return load_extra(self.dense(EXTRA_NAME), str(self.location / EXTRA_NAME))
+
+    def check_position(self, remedy: str) -> None:
+        """FailedPreconditionError: it does not say which batches are trained, which ends with `remedy`."""
+        if self.manifest.trained is None and self.manifest.step:
+            raise FailedPreconditionError(
+                f"{self.location} does not say which batches its {self.manifest.step} steps have trained, as "
+                f"a rank did not answer when it was written, so all data would be trained again: {remedy}"
+            )
+
     def dense(self, name: str, read: Callable[..., bytes] = Location.read) -> bytes:
         """The content of the torch file `name`, as it was dumped. NotFoundError, CorruptionError.
 
@@ -103,6 +120,19 @@ class Source:
                 f"{entry.num_bytes} were written)"
             )
         return content
+
+
+def newest_of(locations: Sequence[Location]) -> Source | None:
+    """The checkpoint of the latest step among `locations`; None: there is none.
+
+    One that does not say which batches are trained is only taken if there is no other.
+    """
+    found = [source for source in map(Source, locations) if source.manifest.step is not None]
+
+    def key(source: Source) -> tuple[bool, int]:
+        return source.manifest.trained is not None, source.manifest.step or 0
+
+    return max(found, key=key, default=None)
 
 
 class DumpHook:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from persia.ctx.base import BaseCtx, PreprocessMode, cnt_ctx
     from persia.ctx.data import DataCtx
     from persia.ctx.embedding import EmbeddingCtx, eval_ctx
+    from persia.ctx.evaluation import evaluate
     from persia.ctx.infer import InferCtx
     from persia.ctx.recovery import Recovery
     from persia.ctx.train import TrainCtx
@@ -27,6 +28,7 @@ __all__ = [
     "TrainCtx",
     "cnt_ctx",
     "eval_ctx",
+    "evaluate",
 ]
 
 _MODULES = {
@@ -39,6 +41,7 @@ _MODULES = {
     "TrainCtx": "train",
     "cnt_ctx": "base",
     "eval_ctx": "embedding",
+    "evaluate": "evaluation",
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from persia.checkpoint.checkpoints import DumpRequest, Source, described
+from persia.checkpoint.checkpoints import EXTRA_NAME, DumpRequest, Source, described
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
 from persia.ctx.ranks import done_by_rank_0
@@ -39,7 +39,6 @@ from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
 _Path = str | os.PathLike[str]
-_EXTRA = "extra.pt"  # among the dense files: it is written and committed with them
 
 
 class CheckpointMethods:
@@ -212,7 +211,7 @@ class CheckpointMethods:
         self._pipeline.wait_for_gradients()  # the rows of a checkpoint have all of the training before it
         files = {name: dense.state_bytes(state) for name, state in states.items()}
         if extra is not None:
-            files[_EXTRA] = dense.extra_bytes(extra)
+            files[EXTRA_NAME] = dense.extra_bytes(extra)
         failure: PersiaError | None = None
         if jit_name is not None:
             try:
@@ -239,7 +238,7 @@ class CheckpointMethods:
         source, moves = Source(src_dir), DenseMoves(self._dense_slots)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
-        extra = read_extra(source)
+        extra = source.extra()
         # The rows are loaded last and may be refused: model and optimizer must not be those of another
         # checkpoint.
         with dense.undone_on_error(list(states.values())):
@@ -453,14 +452,6 @@ class TrainingCheckpointMethods(CheckpointMethods):
             done_by_rank_0(self.rank, work, self.device)
         else:
             work()
-
-
-def read_extra(source: Source) -> Any:
-    """The `extra` of a checkpoint; None: it has none."""
-    section = source.manifest.dense
-    if section is None or _EXTRA not in section.files:
-        return None
-    return dense.load_extra(source.dense(_EXTRA), str(source.location / _EXTRA))
 
 
 def _check_finite(states: Iterable[dense.TorchState]) -> None:

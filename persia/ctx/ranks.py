@@ -60,6 +60,21 @@ def join_process_group(
     return made, new_optimizer or optimizer
 
 
+def extremes(value: int, world_size: int, device: torch.device | None) -> tuple[int, int]:
+    """The smallest and the largest `value` of all ranks, which call it together."""
+    if world_size == 1:
+        return value, value
+    both = torch.tensor([-value, value], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    return -int(both[0]), int(both[1])
+
+
+def meet(world_size: int) -> None:
+    """Returns when all ranks have called it."""
+    if world_size > 1:
+        dist.barrier()
+
+
 def done_by_rank_0(rank: int, work: Callable[[], None], device: torch.device | None) -> None:
     """Runs `work` on rank 0 once every rank has called this; returns on every rank when it has ended.
 

@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-from torch import distributed as dist
-
-from persia.ctx.ranks import Stateful
+from persia.checkpoint.checkpoints import Source
+from persia.ctx.ranks import Stateful, extremes
 from persia.embedding.checks import at_least
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.logger import get_default_logger
 from persia.storage.location import Location
-from persia.storage.manifest import MANIFEST_NAME, Manifest
+from persia.storage.manifest import MANIFEST_NAME
 from persia.storage.versions import LATEST_NAME, resolve
 
 if TYPE_CHECKING:
@@ -72,30 +70,32 @@ class PeriodicCheckpoints:
         """
         recovery, ctx = self._recovery, self._ctx
         newest = _newest(Location.of(recovery.directory))
-        manifest = None if newest is None else Manifest.read(newest)[0]
-        step = -1 if manifest is None else manifest.step or 0
-        if ctx.world_size > 1:
-            _check_agreement(recovery, step, ctx.device)
-        if newest is None or manifest is None:
+        step = -1 if newest is None else newest.manifest.step or 0
+        smallest, largest = extremes(step, ctx.world_size, ctx.device)
+        if largest != smallest:
+            raise FailedPreconditionError(
+                f"the newest checkpoint of {recovery.directory} is of step {smallest} for one rank and "
+                f"{largest} for another (-1: there is none): all ranks must see one directory"
+            )
+        if newest is None:
             self._dump(blocking=True)
             return
-        if manifest.trained is None and step > 0:
-            raise FailedPreconditionError(
-                f"{newest} does not say which batches its {step} steps have trained, so all data would be "
-                "trained again: pass Recovery another directory, and where ctx.step == 0 call "
-                "ctx.load_checkpoint() with an older checkpoint, or with this one to train all data again"
-            )
-        extra = ctx.load_checkpoint(str(newest)) or {}
+        newest.check_position(
+            "pass Recovery another directory, and where ctx.step == 0 call ctx.load_checkpoint() with an "
+            "older checkpoint, or with this one to train all data again"
+        )
+        place = newest.location
+        extra = ctx.load_checkpoint(str(place)) or {}
         for name, holder in recovery.state.items():
             if name not in extra:
                 raise FailedPreconditionError(
-                    f"{newest} has no state of {name!r}: pass the same Recovery(state=...) as before, or "
+                    f"{place} has no state of {name!r}: pass the same Recovery(state=...) as before, or "
                     "another directory"
                 )
             holder.load_state_dict(extra[name])
         self._last_step = ctx.step
         self._must_check_data = ctx.step > 0
-        get_default_logger().info("continues after step %d, with %s", ctx.step, newest)
+        get_default_logger().info("continues after step %d, with %s", ctx.step, place)
 
     def stepped(self, *, data_resumes: bool) -> None:
         """The dense optimizer has stepped: a checkpoint may be taken before the next batch."""
@@ -138,21 +138,10 @@ class PeriodicCheckpoints:
         )
 
 
-def _newest(directory: Location) -> Location | None:
+def _newest(directory: Location) -> Source | None:
     """The newest committed checkpoint. NotFoundError: `latest` names one that does not exist."""
     if (directory / MANIFEST_NAME).exists_replaced():
         raise InvalidArgumentError(
             f"Recovery: {directory} is a checkpoint itself: give the directory that has it, or a new one"
         )
-    return resolve(directory) if (directory / LATEST_NAME).exists_replaced() else None
-
-
-def _check_agreement(recovery: Recovery, step: int, device: torch.device | None) -> None:
-    extremes = torch.tensor([step, -step], device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
-    largest, smallest = int(extremes[0]), -int(extremes[1])
-    if largest != smallest:
-        raise FailedPreconditionError(
-            f"the newest checkpoint of {recovery.directory} is of step {smallest} for one rank and {largest} "
-            "for another (-1: there is none): all ranks must see one directory"
-        )
+    return Source(resolve(directory)) if (directory / LATEST_NAME).exists_replaced() else None

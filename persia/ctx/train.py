@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
@@ -19,7 +18,7 @@ from persia.ctx.checkpoints import TrainingCheckpointMethods
 from persia.ctx.embedding import EmbeddingCtx
 from persia.ctx.inputs import Inputs, TrainedInputs, arranged_inputs
 from persia.ctx.precision import MixedPrecision, Precision
-from persia.ctx.ranks import join_process_group, join_uneven
+from persia.ctx.ranks import join_process_group, join_uneven, meet
 from persia.ctx.recovery import PeriodicCheckpoints, Recovery
 from persia.distributed import DistributedBaseOption, get_default_distributed_option
 from persia.embedding import EmbeddingConfig
@@ -282,8 +281,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         if self._must_end_steps_together:
             # Returns when the updates of this step are applied, those of the other ranks too.
             self.wait_for_gradients()
-            if self.world_size > 1:
-                dist.barrier()
+            meet(self.world_size)
         # Between two optimizer steps, where all ranks hold the same dense model. Inside `accumulate` there
         # are gradients that no checkpoint would have.
         if not self._backward.accumulating:

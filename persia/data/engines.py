@@ -12,7 +12,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from persia.data.preprocessing import run_tasks
-from persia.errors import FailedPreconditionError, UnavailableError
+from persia.errors import UnavailableError
+from persia.optional import needs
 
 
 class LocalEngine:
@@ -54,12 +55,8 @@ class SparkEngine:
     """
 
     def __init__(self, address: str | None = None) -> None:
-        try:
+        with needs("the engine spark needs pyspark", "'persia[spark]'"):
             from pyspark.sql import SparkSession
-        except ImportError as error:
-            raise FailedPreconditionError(
-                f"the engine spark needs pyspark ({error}): pip install 'persia[spark]'"
-            ) from error
         # The Python of this process: another one may lack persia.
         os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
         self._builder: Any = SparkSession.builder.appName("persia-preprocess")
@@ -87,13 +84,9 @@ class RayEngine:
     """
 
     def __init__(self, address: str | None = None) -> None:
-        try:
+        with needs("the engine ray needs ray[data]", "'persia[ray]'"):
             import ray
             import ray.data
-        except ImportError as error:
-            raise FailedPreconditionError(
-                f"the engine ray needs ray[data] ({error}): pip install 'persia[ray]'"
-            ) from error
         self._ray: Any = ray
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False)

@@ -14,7 +14,8 @@ from typing_extensions import Self
 
 from persia.embedding.checks import at_least
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.optional import needs
 
 _FILE = b"persia.file"  # key of a table's metadata: the file of its first row
 
@@ -235,13 +236,9 @@ def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:
 
 def require_pyarrow(what: str = "Parquet files need") -> Any:
     """pyarrow with its modules of files. Raises FailedPreconditionError if it is not installed."""
-    try:
+    with needs(f"{what} pyarrow, which cannot be imported", "'persia[arrow]'"):
         import pyarrow.dataset
         import pyarrow.parquet
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"{what} pyarrow, which cannot be imported ({error}): pip install 'persia[arrow]'"
-        ) from error
     return pyarrow
 
 

@@ -65,7 +65,7 @@ def accuracy(
     batches = SplitBinaryBatches(dataset, mapping, batch_size=batch_size)
     with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         quality = evaluation.accuracy(client, batches, max_steps=max_steps, from_logits=not probabilities)
-    _show([{name: value for name, value in asdict(quality).items() if value is not None}], as_json)
+    _show([quality.values()], as_json)
 
 
 @command.command("latency")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from persia.errors import FailedPreconditionError, UnavailableError
+from persia.errors import UnavailableError
 from persia.launcher import options
 from persia.launcher.job_description import ROLES, JobDescription, description_options
 from persia.launcher.nats_server import NATS
@@ -21,6 +21,7 @@ from persia.launcher.process_specs import OF_ONE_PROCESS, ProcessSpecs
 from persia.launcher.supervision import JobProcesses, max_restarts, run_job
 from persia.launcher.supervisor import OutputSink, ProcessSpec, SupervisedProcess
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
+from persia.optional import needs
 
 if TYPE_CHECKING:
     from persia.launcher.ray_places import PlacedProcesses
@@ -143,10 +144,8 @@ def submit(address: str, copy_folder: bool, **given: Any) -> None:
 
 
 def _connect(address: str, copy_folder: bool) -> None:
-    try:
+    with needs("this needs ray", "'persia[ray]'"):
         import ray
-    except ImportError as error:
-        raise FailedPreconditionError(f"this needs ray ({error}): pip install 'persia[ray]'") from error
     environment = {"working_dir": os.getcwd()} if copy_folder else None
     try:
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.WARNING)

@@ -1,6 +1,7 @@
 """Modules for ordinary torch models whose embedding rows live in persia's store."""
 
 from persia.nn.convert import convert, slots_for
+from persia.nn.early_stopping import EarlyStopping
 from persia.nn.embedding_bag_collection import BagStats, EmbeddingBagCollection
 from persia.nn.export import export
 from persia.nn.metrics import ClickMetrics, ClickQuality
@@ -11,6 +12,7 @@ __all__ = [
     "BagStats",
     "ClickMetrics",
     "ClickQuality",
+    "EarlyStopping",
     "EmbeddingBagCollection",
     "Servers",
     "StoreEmbedding",

@@ -8,6 +8,7 @@ gathers their rings first, so the result is that of all samples and the same eve
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,8 +38,12 @@ class ClickQuality:
     normalized_entropy: float  # the log loss over that of always predicting the mean label
     calibration: float  # the mean prediction over the mean label
 
+    def values(self) -> dict[str, float]:
+        """The metrics by their names, without `gauc` if no users were given."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def __str__(self) -> str:
-        return ", ".join(f"{name}={value:.6g}" for name, value in asdict(self).items() if value is not None)
+        return ", ".join(f"{name}={value:.6g}" for name, value in self.values().items())
 
 
 class ClickMetrics:
@@ -142,6 +147,23 @@ class ClickMetrics:
                 "users was given with some batches and not with others: give it with all or none, or reset()"
             )
         return flat
+
+
+def quality_of(
+    predictions: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
+    *,
+    from_logits: bool,
+    group: dist.ProcessGroup | None = None,
+) -> ClickQuality:
+    """The `ClickQuality` of all batches of an evaluation, of which both lists have one tensor each.
+
+    Of all ranks' batches where `group` is given, and every rank calls it, one without batches too.
+    """
+    metrics = ClickMetrics(max(1, sum(map(len, predictions))), from_logits=from_logits)
+    if predictions:
+        metrics.update(torch.cat(list(predictions)), torch.cat(list(labels)))
+    return metrics.compute(group)
 
 
 def _quality(

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from persia.errors import FailedPreconditionError, InvalidArgumentError, StorageError
+from persia.errors import InvalidArgumentError, StorageError
+from persia.optional import needs
 from persia.rows.reader import RowGroups, RowReader
 
 FORMATS = ("parquet", "numpy")
@@ -66,13 +67,9 @@ def _slots(reader: RowReader, on_bytes: Callable[[int], None]) -> Iterator[tuple
 def _to_parquet(
     reader: RowReader, output: pathlib.Path, with_state: bool, on_bytes: Callable[[int], None]
 ) -> dict[str, int]:
-    try:
+    with needs("Parquet needs pyarrow", "pyarrow, or export to numpy"):
         import pyarrow
         from pyarrow import parquet
-    except ImportError as failure:
-        raise FailedPreconditionError(
-            f"Parquet needs pyarrow ({failure}): pip install pyarrow, or export to numpy"
-        ) from failure
 
     counts: dict[str, int] = defaultdict(int)
     waiting: dict[str, list[Any]] = defaultdict(list)

@@ -18,7 +18,7 @@ from typing_extensions import Self
 from persia.data.striped import Batches
 from persia.embedding.checks import at_least
 from persia.errors import InvalidArgumentError, UnavailableError
-from persia.nn.metrics import ClickMetrics, ClickQuality
+from persia.nn.metrics import ClickQuality, quality_of
 from persia.serving.protocol import SERVICE, message
 from persia.serving.tensors import INPUT_NAME, tensor_of_bytes
 
@@ -126,9 +126,7 @@ def accuracy(
             )
     if not outputs:
         raise InvalidArgumentError("there are no batches to evaluate on: pass at least one")
-    metrics = ClickMetrics(sum(map(len, outputs)), from_logits=from_logits)
-    metrics.update(torch.cat(outputs), torch.cat(targets))
-    return metrics.compute()
+    return quality_of(outputs, targets, from_logits=from_logits)
 
 
 @dataclass(frozen=True)

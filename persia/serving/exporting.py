@@ -19,6 +19,7 @@ from persia.config import SlotsConfig
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError, StorageError
 from persia.nn.export_checkpoint import export_checkpoint
 from persia.nn.exported_features import ByPosition, ExportedJob
+from persia.optional import needs
 from persia.rows.reader import RowReader
 from persia.serving.scripts import load_script
 from persia.serving.tensors import output_name
@@ -294,13 +295,9 @@ def _nothing_needed() -> None:
 
 
 def _require_onnx() -> None:
-    try:
+    with needs("the format onnx needs onnx and onnxscript", "onnx onnxscript"):
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
-    except ImportError as failure:
-        raise FailedPreconditionError(
-            f"the format onnx needs onnx and onnxscript ({failure}): pip install onnx onnxscript"
-        ) from failure
 
 
 def _require_compiler() -> None:

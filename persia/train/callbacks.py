@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from persia.errors import FailedPreconditionError
+from persia.optional import needs
 
 
 class Callback:
@@ -32,8 +31,10 @@ class TensorBoard(Callback):
         self.folder = folder
 
     def start(self) -> None:
-        _library("tensorboard")  # torch's own error does not name the package
-        self._writer = _library("torch.utils.tensorboard", "tensorboard").SummaryWriter(self.folder)
+        with needs("tensorboard cannot be imported", "tensorboard"):
+            import tensorboard  # noqa: F401  # torch's own error does not name the package
+            from torch.utils.tensorboard import SummaryWriter
+        self._writer = SummaryWriter(self.folder)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -50,7 +51,9 @@ class WandB(Callback):
         self.settings = settings
 
     def start(self) -> None:
-        self._run = _library("wandb").init(**self.settings)
+        with needs("wandb cannot be imported", "wandb"):
+            import wandb
+        self._run = wandb.init(**self.settings)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -64,11 +67,12 @@ class MLflow(Callback):
     `mlflow.start_run`. Needs `pip install mlflow`."""
 
     def __init__(self, experiment: str | None = None, **settings: Any) -> None:
-        self.experiment = experiment
-        self.settings = settings
+        self.experiment, self.settings = experiment, settings
 
     def start(self) -> None:
-        self._mlflow = _library("mlflow")
+        with needs("mlflow cannot be imported", "mlflow"):
+            import mlflow
+        self._mlflow = mlflow
         if self.experiment is not None:
             self._mlflow.set_experiment(self.experiment)
         self._mlflow.start_run(**self.settings)
@@ -78,12 +82,3 @@ class MLflow(Callback):
 
     def end(self) -> None:
         self._mlflow.end_run()
-
-
-def _library(module: str, package: str | None = None) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise FailedPreconditionError(
-            f"{module} cannot be imported ({error}): pip install {package or module}"
-        ) from error

@@ -5,37 +5,30 @@ Its checkpoints are those of the context, with the position of the data. Its own
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import distributed as dist
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from persia.ctx import DataCtx, TrainCtx, eval_ctx
-from persia.data import DataLoader, IterableDataset, StreamingDataset
-from persia.data.striped import Batches, StripedBatches
-from persia.embedding.checks import at_least, checked_number
-from persia.embedding.data import PersiaBatch
+from persia.checkpoint.checkpoints import Source, newest_of
+from persia.ctx import DataCtx, TrainCtx, evaluate
+from persia.ctx.ranks import extremes, meet
+from persia.data import Batches, DataLoader, PersiaTrainingBatch, StreamingDataset, StripedBatches
+from persia.embedding.checks import at_least
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
-from persia.logger import get_default_logger
-from persia.nn import ClickMetrics, ClickQuality
+from persia.nn import ClickQuality, EarlyStopping
 from persia.observability import report
-from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
-from persia.train.state import NAMES, JobState, check_position, newest, read_state
 
-_HIGHER_IS_BETTER = {"auc": True, "log_loss": False, "normalized_entropy": False}
+_LOADS_ROWS = "ctx.load_checkpoint() loads the model and its rows"
 
 
 @dataclass(frozen=True)
@@ -63,9 +56,7 @@ class Trainer:
         epochs: passes over `train`.
         evaluate_every: steps between two evaluations, each with a checkpoint; None: an epoch. There is always
             one at the end.
-        metric: "auc", "log_loss" or "normalized_entropy": decides which evaluation is the best.
-        target: value of `metric` at which training stops, such as an AUC of 0.8025; None: it does not.
-        patience: evaluations without a new best after which training stops; None: it does not.
+        metric, target, patience: which evaluation is the best, and when to stop: see `EarlyStopping`.
         loss: called with the output and the first label of the batch, float32 [batch, columns]; returns a
             scalar. None: binary cross-entropy with logits.
         schedulers: of `torch.optim.lr_scheduler`, or `LRSchedule`s: stepped after each step on every rank,
@@ -99,11 +90,6 @@ class Trainer:
         log_every: int = 100,
         resume: bool = True,
     ) -> None:
-        for name, value in (("evaluate_every", evaluate_every), ("patience", patience)):
-            if value is not None:
-                at_least(1, name, value)
-        if metric not in _HIGHER_IS_BETTER:
-            raise InvalidArgumentError(f"metric={metric!r} must be one of {', '.join(_HIGHER_IS_BETTER)}")
         for name, limit in (("patience", patience), ("target", target)):
             if limit is not None and valid is None:
                 raise InvalidArgumentError(f"{name}={limit} needs valid=, the batches to evaluate on")
@@ -115,16 +101,20 @@ class Trainer:
                 raise InvalidTypeError(
                     "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
                 )
-        self.train, self.valid, self.metric, self.patience = train, valid, metric, patience
+        at_least(1, "evaluate_every", 1 if evaluate_every is None else evaluate_every)
+        self.train, self.valid, self.loss = train, valid, loss or _cross_entropy
+        self.evaluate_every, self.resume = evaluate_every, resume
         self.directory = None if directory is None else Location.of(directory)
-        self.target = None if target is None else checked_number("target", target)
         self.epochs, self.log_every = at_least(1, "epochs", epochs), at_least(1, "log_every", log_every)
-        self.evaluate_every, self.loss, self.resume = evaluate_every, loss or _cross_entropy, resume
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
-        self._console = Console(soft_wrap=True, highlight=False)
-        self._state = JobState()
-        self._clears = False  # the next checkpoint replaces those of another job
+        self.stopping = EarlyStopping(metric, patience=patience, target=target)
+        self._evaluated = 0  # the step of the last evaluation
+        self._loaded: Mapping[str, Any] = {}  # the state of a checkpoint
+        # Of the best evaluation and of the newest one: where checkpoints are.
+        self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
+        self._clears = not resume  # the next checkpoint replaces those of another job
         self._has_best = False  # the context has the model of the best evaluation
+        self._console = Console(soft_wrap=True, highlight=False)
 
     def load(self, data: DataCtx | None = None) -> None:
         """Sends the batches that are still to train: the whole of a data loader script.
@@ -149,9 +139,12 @@ class Trainer:
         Raises FailedPreconditionError for batches that `load` did not send, for checkpoints of other data or
         that no Trainer wrote, and for a `recovery` whose `state` does not name this trainer.
         """
+        self._console.quiet = ctx.rank > 0
         self._resume(ctx)
-        state, self._clears = self._state, not self.resume
-        left = self._left(ctx)
+        stopping, trained, num_batches = self.stopping, ctx._pipeline.trained, len(self.train) * self.epochs
+        if stopping.reason:  # data loaders ask the ranks, and leave all batches out
+            ctx._pipeline.start_after(DataPosition(((num_batches,),)))
+        left = [trained.count_missing(rank, ctx.world_size, num_batches) for rank in range(ctx.world_size)]
         end, all_train_until = ctx.step + max(left), ctx.step + min(left)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
         sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
@@ -159,8 +152,8 @@ class Trainer:
             for callback in self.callbacks if ctx.rank == 0 else ():
                 callback.start()
                 resources.callback(callback.end)
-            is_hidden = ctx.rank > 0 or not self._console.is_terminal
-            bar = resources.enter_context(Progress(console=self._console, disable=is_hidden))
+            bar = Progress(console=self._console, disable=not self._console.is_terminal)
+            resources.enter_context(bar)
             task = bar.add_task("training", total=end, completed=ctx.step)
             for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):
                 self._train(ctx, batch, sums)
@@ -173,50 +166,33 @@ class Trainer:
                 # A rank that has no more batches takes part in no evaluation until all have ended.
                 if ctx.step % every == 0 and ctx.step <= all_train_until:
                     self._evaluate(ctx, end)
-                    if self._is_over(state):
+                    if stopping.reason:
                         break
-            _end_together(ctx, self.schedulers)
-            if state.step != ctx.step:
+            self._end_together(ctx)
+            if self._evaluated != ctx.step:
                 self._evaluate(ctx, end)
-        return self._finish(ctx, stopped_early=self._is_over(state) and state.step < end)
+        if self._places:
+            ctx.wait_for_dump_embedding()
+            meet(ctx.world_size)  # rank 0 has committed it
+            if stopping.best_step is not None and not self._has_best:
+                ctx.load_checkpoint(str(self._places[0]))
+                self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
+        stopped_early = stopping.reason is not None and self._evaluated < end
+        return Fit(self._evaluated, stopping.best_step, stopping.best, stopped_early)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
-        self._state.batches = len(self.train)
-        self._state.schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
-        return dict(vars(self._state))
+        schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
+        job = {"step": self._evaluated, "batches": len(self.train), "schedulers": schedulers}
+        return job | self.stopping.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Called by a context with a `recovery`. `fit` checks and uses what it has."""
-        self._state = JobState(**state_dict)
+        self._loaded = state_dict
 
     def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
-        """The quality of the context's model over `batches`, equal on all ranks. All ranks call it.
-
-        Raises InvalidArgumentError for a label other than 0 and 1 in the first column.
-        """
-        model, outputs, targets = ctx.model, [], []
-        assert model is not None, "a TrainCtx has one"
-        modes = {module: module.training for module in model.modules()}
-        model.eval()
-        if ctx.world_size > 1:
-            _share_buffers(model)
-        if isinstance(model, DistributedDataParallel):  # it may call collectives, and shares are uneven
-            model = model.module
-        try:
-            with eval_ctx(model=model) as evaluation, torch.no_grad():
-                for batch in DataLoader(_Share(batches, ctx.rank, ctx.world_size)):
-                    output, labels = evaluation.forward(batch)
-                    assert labels is not None, "only inference has none"
-                    outputs.append(output.reshape(len(labels[0]), -1)[:, 0].float())
-                    targets.append(labels[0].reshape(len(labels[0]), -1)[:, 0])
-        finally:
-            for module, was_training in modes.items():  # the script may have frozen some
-                module.training = was_training
-        metrics = ClickMetrics(max(1, sum(map(len, outputs))), from_logits=True)
-        if outputs:
-            metrics.update(torch.cat(outputs), torch.cat(targets))
-        return metrics.compute(dist.group.WORLD if ctx.world_size > 1 else None)
+        """The quality of the context's model over `batches`: see `persia.ctx.evaluate`."""
+        return evaluate(ctx, batches)
 
     def _train(self, ctx: TrainCtx, batch: PersiaTrainingBatch, sums: torch.Tensor) -> None:
         """One step; adds its loss to `sums`."""
@@ -234,87 +210,45 @@ class Trainer:
         loss = loss.detach().float().reshape(())
         sums += torch.stack([loss.nan_to_num(0.0, 0.0, 0.0), loss.isfinite()])
 
+    def _end_together(self, ctx: TrainCtx) -> None:
+        """Gives all ranks the step of the one that had the most batches."""
+        _, last = extremes(ctx.step, ctx.world_size, ctx.device)
+        for scheduler in self.schedulers * (last - ctx.step):
+            scheduler.step()
+        ctx.step = last
+
     def _evaluate(self, ctx: TrainCtx, end: int) -> None:
         """Evaluates and writes a checkpoint. All ranks call it, at the same step; the last step is `end`."""
-        state = self._state
         ctx.wait_for_gradients()
-        _meet(ctx)  # no row changes until all train again
-        state.step = ctx.step
-        is_best = False
+        meet(ctx.world_size)  # no row changes until all train again
+        self._evaluated, self._has_best = ctx.step, False
         if self.valid is not None:
-            quality = asdict(self.evaluate(ctx, self.valid)).items()
-            values = {name: float(value) for name, value in quality if value is not None}
-            self._log(ctx, values)
-            sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
-            best, value = sign * state.best.get(self.metric, -sign * math.inf), sign * values[self.metric]
-            is_best = value > best
-            if is_best:
-                state.best_step, state.best, state.since_best = ctx.step, values, 0
-            # After a restart, steps up to the best one may be trained once more: patience counts later ones.
-            elif not math.isnan(value) and ctx.step > (state.best_step or 0):
-                state.since_best += 1
-            if ctx.rank == 0:
-                if math.isnan(value):
-                    get_default_logger().warning(
-                        f"step {ctx.step}: {self.metric} is NaN: valid needs samples of both labels, and the "
-                        "model finite outputs; patience does not count this evaluation"
-                    )
-                names = ["auc", "log_loss", "normalized_entropy", "calibration"]
-                names += ["num_nonfinite"] if values["num_nonfinite"] else []
-                shown = ", ".join(f"{name} {values[name]:.5g}" for name in names)
-                self._console.print(f"step {ctx.step}: {shown}{' (best)' if is_best else ''}")
-                if self._is_over(state) and ctx.step < end:
-                    why = f"{self.metric} was best at step {state.best_step} (patience={self.patience})"
-                    if self._has_target(state):
-                        why = f"{self.metric} is that of target={self.target} or better"
-                    self._console.print(f"step {ctx.step}: stopped early, as {why}")
-        self._has_best = is_best
-        if self.directory is not None and ctx.rank == 0 and (is_best or ctx.recovery is None):
-            if self._clears:
-                for name in NAMES:
-                    (self.directory / name).remove()
-                self._clears = False
-            place = self.directory / ("best" if is_best else "last")
-            # It has its snapshot when this returns.
+            quality = self.evaluate(ctx, self.valid)
+            self._log(ctx, quality.values())
+            self._has_best = self.stopping.update(ctx.step, quality)
+            names = ["auc", "log_loss", "normalized_entropy", "calibration"]
+            names += ["num_nonfinite"] if quality.num_nonfinite else []
+            shown = ", ".join(f"{name} {getattr(quality, name):.5g}" for name in names)
+            self._console.print(f"step {ctx.step}: {shown}{' (best)' if self._has_best else ''}")
+            if self.stopping.reason and ctx.step < end:
+                self._console.print(f"step {ctx.step}: stopped early, as {self.stopping.reason}")
+        if self._places and ctx.rank == 0 and (self._has_best or ctx.recovery is None):
+            for place in self._places if self._clears else ():
+                place.remove()
+            self._clears = False
+            place = self._places[0 if self._has_best else 1]
             ctx.dump_checkpoint(str(place), blocking=False, extra=self.state_dict())
-        _meet(ctx)  # the other ranks train after the snapshot
-
-    def _finish(self, ctx: TrainCtx, *, stopped_early: bool) -> Fit:
-        state = self._state
-        if self.directory is not None:
-            ctx.wait_for_dump_embedding()
-            _meet(ctx)  # rank 0 has committed it
-            if state.best_step is not None and not self._has_best:
-                ctx.load_checkpoint(str(self.directory / "best"))
-                if ctx.rank == 0:
-                    self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
-        return Fit(state.step, state.best_step, state.best, stopped_early)
+        meet(ctx.world_size)  # rank 0 has its snapshot: no row may change before
 
     def _log(self, ctx: TrainCtx, values: dict[str, float]) -> None:
         report(step=ctx.step, **values)
         for callback in self.callbacks if ctx.rank == 0 else ():
             callback.log(ctx.step, values)
 
-    def _is_over(self, state: JobState) -> bool:
-        return self._has_target(state) or (self.patience is not None and state.since_best >= self.patience)
-
-    def _has_target(self, state: JobState) -> bool:
-        if self.target is None or self.metric not in state.best:
-            return False
-        sign = 1 if _HIGHER_IS_BETTER[self.metric] else -1
-        return sign * state.best[self.metric] >= sign * self.target
-
-    def _left(self, ctx: TrainCtx) -> list[int]:
-        """The number of batches that each rank has left. Of a job that is over it gets none."""
-        trained, end = ctx._pipeline.trained, len(self.train) * self.epochs
-        if self._is_over(self._state):
-            # Data loaders ask the ranks, and leave all batches out.
-            ctx._pipeline.start_after(DataPosition(((end,),)))
-        return [trained.count_missing(rank, ctx.world_size, end) for rank in range(ctx.world_size)]
-
     def _resume(self, ctx: TrainCtx) -> None:
         """Continues after the newest checkpoint: that of the context's recovery, or of `directory`."""
-        recovery, place, sizes = ctx.recovery, None, (len(self.train), len(self.schedulers))
+        recovery, place, remedy = ctx.recovery, None, "pass resume=False"
+        places = self._places if self.resume else []
         if recovery is not None:
             if not self.resume or all(holder is not self for holder in recovery.state.values()):
                 raise FailedPreconditionError(
@@ -322,73 +256,52 @@ class Trainer:
                     'Recovery(state={"trainer": trainer}), and leave out resume=False'
                 )
             remedy = f"remove the directory {recovery.directory}"
-            if self.directory is not None:
+            if places:
                 remedy = f"remove both directories, {recovery.directory} and {self.directory}"
-            if ctx.step:
-                place = str(recovery.directory)
-                self._state.check(*sizes, remedy)
-            else:
-                self._state = JobState()
+            if ctx.step:  # it has loaded the state
+                place = Location.of(recovery.directory)
+                self._check(self._loaded, Source(place), remedy)
+        elif (source := newest_of(places)) is None:
+            # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
+            ctx._pipeline.start_after(DataPosition())
         else:
-            self._state, remedy = JobState(), "pass resume=False"
-            found = newest(self.directory) if self.directory is not None and self.resume else None
-            if found is None:
-                # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
-                ctx._pipeline.start_after(DataPosition())
-            else:
-                place, state = str(found), read_state(found, remedy)
-                check_position(found, remedy)
-                state.check(*sizes, remedy)
-                ctx.load_checkpoint(place)
-                self._state = state
+            place, self._loaded = source.location, self._check(source.extra(), source, remedy)
+            source.check_position(f"use another directory, or {remedy}; {_LOADS_ROWS}")
+            ctx.load_checkpoint(str(place))
+        self._evaluated = 0
+        self.stopping.reset()
         if place is not None:
-            for scheduler, scheduler_state in zip(self.schedulers, self._state.schedulers, strict=True):
-                scheduler.load_state_dict(scheduler_state)
-        if self.directory is not None and self.resume:
-            self._state.take_best(self.directory, *sizes, remedy)
-        # Not by steps: `last` may be of the same step as `best`, trained again after a restart.
-        self._has_best = (
-            recovery is None and self.directory is not None and place == str(self.directory / "best")
-        )
-        if place is not None and ctx.rank == 0:
+            self._evaluated = self._loaded["step"]
+            self.stopping.load_state_dict(self._loaded)
+            for scheduler, state in zip(self.schedulers, self._loaded["schedulers"], strict=True):
+                scheduler.load_state_dict(state)
             self._console.print(f"step {ctx.step}: resumed from {place}")
+        if places:
+            best = newest_of(places[:1])
+            self.stopping.take_best({} if best is None else self._check(best.extra(), best, remedy))
+        # Not by steps: `last` may be of the same step as `best`, trained again after a restart.
+        self._has_best = place in places[:1]
 
-
-class _Share(IterableDataset):
-    """Every `world_size`-th batch, for an evaluation."""
-
-    def __init__(self, batches: Batches, rank: int, world_size: int) -> None:
-        super().__init__()
-        self._batches, self._rank, self._world_size = batches, rank, world_size
-
-    def __iter__(self) -> Iterator[PersiaBatch]:
-        for rows in islice(self._batches.read(), self._rank, None, self._world_size):
-            yield self._batches.make(rows, requires_grad=False)
+    def _check(self, state: Any, source: Source, remedy: str) -> dict[str, Any]:
+        """`state`, of a checkpoint. FailedPreconditionError: it is of another job, or no trainer wrote it."""
+        if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
+            raise FailedPreconditionError(
+                f"{source.location} is a checkpoint of step {source.manifest.step} that no Trainer of this "
+                "version wrote (earlier ones kept their progress in trainer.json): finish the job with the "
+                f"version that began it, use another directory, or {remedy}; {_LOADS_ROWS}"
+            )
+        if state["batches"] != len(self.train):
+            raise FailedPreconditionError(
+                f"the checkpoint is of {state['batches']} batches an epoch, train has {len(self.train)} "
+                f"batches: use the same files and batch_size, another directory, or {remedy}"
+            )
+        if len(state["schedulers"]) != len(self.schedulers):
+            raise FailedPreconditionError(
+                f"the checkpoint has the states of {len(state['schedulers'])} schedulers, "
+                f"schedulers= has {len(self.schedulers)}: pass the same, or {remedy}"
+            )
+        return state
 
 
 def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     return binary_cross_entropy_with_logits(output.reshape(label.shape), label)
-
-
-def _end_together(ctx: TrainCtx, schedulers: Sequence[Any]) -> None:
-    """Gives all ranks the step of the one that had the most batches."""
-    if ctx.world_size == 1:
-        return
-    steps = torch.tensor([ctx.step], device=ctx.device)
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX)
-    while ctx.step < int(steps):
-        ctx.step += 1
-        for scheduler in schedulers:
-            scheduler.step()
-
-
-def _meet(ctx: TrainCtx) -> None:
-    """Returns when all ranks have called it."""
-    if ctx.world_size > 1:
-        dist.barrier()
-
-
-def _share_buffers(model: torch.nn.Module) -> None:
-    """Gives all ranks rank 0's buffers, as DDP does at the next step."""
-    for buffer in model.buffers():
-        dist.broadcast(buffer, src=0)

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from persia.checkpoint.checkpoints import Source
+from persia.checkpoint.checkpoints import newest_of
 from persia.config import parse_embedding_config
 from persia.storage.location import Location
-from persia.train.state import newest
 
 PAGE = Path(__file__).parents[2] / "docs" / "parquet.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -59,9 +58,10 @@ def test_every_block_runs_in_order(tmp_path: Path) -> None:
     found = aucs(printed)
     assert len(found) == 3, printed  # epochs, of one rank
     # The data is read once an epoch by all together: 90 batches, 3 times.
-    last = newest(Location.of(tmp_path / "own_job" / "checkpoints"))
-    assert last is not None
-    trained = Source(last).manifest.trained
+    directory = Location.of(tmp_path / "own_job" / "checkpoints")
+    newest = newest_of([directory / "best", directory / "last"])
+    assert newest is not None
+    trained = newest.manifest.trained
     assert trained is not None
     assert trained.count_missing(0, 1, 270) == 0
     assert 270 not in trained

@@ -155,3 +155,16 @@ def test_a_release_uploads_the_wheels_that_it_has_tried() -> None:
         re.findall(r"torch==(\S+) build/dist/persia-\*-(\S+)-\*\.whl$", line) for line in oldest.splitlines()
     ]
     assert tried == [[("2.4.0", "cp31[012]")], [("2.6.0", "cp313")]]
+
+
+def test_the_first_step_is_timed_while_the_script_trains(wheels: ModuleType, tmp_path: Path) -> None:
+    def train(script: str) -> str:
+        command = (sys.executable, "-c", script)
+        return str(wheels.train(command, {"PATH": ""}, tmp_path, wheels.Clock()))
+
+    steps = "print('step 0: loss 0.7'); print('step 50: loss 0.1')"
+    assert re.fullmatch(r"\d+ s \(\d+ s of processor time\)", train(steps))
+    with pytest.raises(SystemExit, match=r"(?s)a traceback.*ended with 1"):
+        train(f"{steps}; raise SystemExit('a traceback')")
+    with pytest.raises(SystemExit, match="ended with 0"):
+        train("print('no step')")

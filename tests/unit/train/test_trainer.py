@@ -17,11 +17,11 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, PersiaBatch, TrainCtx
+from persia.ctx.evaluation import share_buffers
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
 from persia.train import Callback, MLflow, TensorBoard, Trainer, WandB
-from persia.train.trainer import _end_together, _share_buffers
 from tests.click_job import SIZE, Clicks, Job, Model, Recorded
 
 
@@ -237,9 +237,9 @@ def _on_a_rank(rank: int, file: str) -> None:
     steps: list[int] = []
     scheduler = SimpleNamespace(step=lambda: steps.append(1))
     ctx: Any = SimpleNamespace(world_size=2, step=3 + 2 * rank, device=None)
-    _share_buffers(model)
+    share_buffers(model)
     assert model.running_mean.tolist() == [1, 1, 1]  # type: ignore[union-attr]
-    _end_together(ctx, [scheduler])
+    Trainer(Clicks(), schedulers=[scheduler])._end_together(ctx)
     assert (ctx.step, len(steps)) == (5, 2 if rank == 0 else 0)
     dist.destroy_process_group()
 

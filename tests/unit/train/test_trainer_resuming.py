@@ -15,9 +15,7 @@ from persia import TrainCtx
 from persia.ctx import Recovery
 from persia.errors import FailedPreconditionError
 from persia.pipeline.position import DataPosition
-from persia.storage.location import Location
 from persia.train import Callback, Fit, Trainer
-from persia.train.state import JobState
 from tests.click_job import SIZE, Clicks, Job, Recorded
 
 
@@ -65,16 +63,18 @@ def test_a_recovery_resumes_between_evaluations(tmp_path: Path, capsys: pytest.C
     assert len(finished.model.trained) <= 4 * SIZE
 
 
-def test_the_best_evaluation_is_that_of_the_best_checkpoint(tmp_path: Path) -> None:
-    """It may be newer than the checkpoint that a recovery returned to, or removed."""
-    trainer = Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path), evaluate_every=4)
-    best = Job().fit(trainer)
-    state = JobState(step=2, best_step=2, best={"auc": 0.1}, since_best=3)
-    job = (12, 0, "pass resume=False")
-    state.take_best(Location.of(tmp_path), *job)
-    assert (state.best_step, state.best, state.since_best) == (best.best_step, best.best, 0)
-    state.take_best(Location.of(tmp_path / "nothing"), *job)
-    assert (state.best_step, state.best) == (None, {})
+def test_a_removed_best_checkpoint_is_written_again(tmp_path: Path) -> None:
+    """The state of a recovery names an evaluation whose model does not exist any more."""
+
+    def fit() -> Fit:
+        trainer = Trainer(Clicks(), Clicks(3, first=100), directory=str(tmp_path / "trainer"))
+        recovery = Recovery(tmp_path / "recovery", every_steps=4, state={"trainer": trainer})
+        return Job().fit(trainer, recovery=recovery)
+
+    expected = fit()
+    shutil.rmtree(tmp_path / "trainer" / "best")
+    assert fit() == expected
+    assert (tmp_path / "trainer" / "best").exists()
 
 
 def test_a_restarted_job_keeps_a_best_checkpoint_that_is_newer(tmp_path: Path) -> None:

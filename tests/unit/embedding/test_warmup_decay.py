@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from persia.embedding.lr_schedule import LRSchedule
+from persia.embedding.lr_schedule import LRSchedule, WarmupPolynomialDecay
 from persia.embedding.optim import SGD
 from persia.errors import InvalidArgumentError
-from persia.train import WarmupPolynomialDecay
 
 
 def factors(schedule: WarmupPolynomialDecay, steps: int) -> list[float]:
