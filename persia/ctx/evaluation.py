@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.ctx.embedding import eval_ctx
+from persia.ctx.ranks import meet
 from persia.data.dataloader import DataLoader
 from persia.data.dataset import IterableDataset
 from persia.data.striped import Batches, StripedBatches
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 def evaluate(ctx: TrainCtx, batches: Batches) -> ClickQuality:
     """The quality of the model of `ctx` over `batches`: its output is a logit for each sample.
 
-    All ranks call it. Each evaluates its share of the batches, and the result of all is equal on every rank.
+    All ranks call it, after the same step, and none may have run out of batches to train: at steps that some
+    rank does not reach, the others would wait for it. It waits until the updates of all ranks are applied.
+    Each rank evaluates its share of the batches, and the result of all is equal on every rank.
     Modules are in the mode of evaluation meanwhile, and then in the mode that each had.
 
     Raises InvalidArgumentError for a label other than 0 and 1 in the first column.
     """
+    wait_for_updates(ctx)
     model, outputs, targets = ctx.model, [], []
     assert model is not None, "a TrainCtx has one"
     modes = {module: module.training for module in model.modules()}
@@ -48,6 +52,12 @@ def evaluate(ctx: TrainCtx, batches: Batches) -> ClickQuality:
             module.training = was_training
     group = dist.group.WORLD if ctx.world_size > 1 else None
     return quality_of(outputs, targets, from_logits=True, group=group)
+
+
+def wait_for_updates(ctx: TrainCtx) -> None:
+    """Returns when the gradients that all ranks have handed in are applied. All ranks call it."""
+    ctx.wait_for_gradients()
+    meet(ctx.world_size)
 
 
 def share_buffers(model: torch.nn.Module) -> None:

@@ -27,11 +27,12 @@ from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.embedded import GlobalSource, SlotsSource
 from persia.job.lost_rows import OnLostRows, RowsGuard
-from persia.logger import get_default_logger, set_role
+from persia.logger import set_role
 from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.counters import CounterValues
 from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 from persia.storage import dense
@@ -41,7 +42,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     """`with TrainCtx(...) as ctx:`, then `ctx.forward(batch)` and `ctx.backward(loss)` for every batch.
 
     On entering, the servers get the embedding optimizer and `embedding_config`. On leaving, the context waits
-    until all gradients are applied, or raises an error that says how many were not.
+    until all gradients are applied, or raises an error that says how many were not. It also raises an error
+    for a loop that called `forward` and never `backward`.
 
     Args:
         embedding_optimizer: updates the embedding rows, on the servers.
@@ -122,6 +124,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             backend=backend,
         )
         self._has_forwarded = self._in_backward = False  # forwarded: a batch that was made for training
+        self._has_backward = False  # was called
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
@@ -183,20 +186,18 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        counts = self.counters
-        may_train = self._has_forwarded or not counts.batches_evaluated
-        if error is None and counts.batches_received and may_train and not counts.gradients_submitted:
-            # No error: a script may enter the context only to look at a batch, or end before the first step.
-            get_default_logger().warning(
-                "none of the %d batches that this context received was trained: call ctx.backward(loss) for "
-                "each; evaluate in eval_ctx(), or with requires_grad=False",
-                counts.batches_received,
-            )
+        mistake = None
+        if error is None and self._has_forwarded and not self._has_backward:
+            mistake = _untrained(self.counters, self._pipeline.num_looked_up)
+        if mistake is not None:
+            kind, error = type(mistake), mistake
         try:
             super().__exit__(kind, error, trace)
         finally:
             if self._rows_guard is not None and self.recovery is not None and not is_stopped(error):
                 self._rows_guard.roll_back(self.recovery.directory)
+        if mistake is not None:
+            raise mistake
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Replaces the embedding config of all servers during training."""
@@ -269,7 +270,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
                 "gradients: make it with PersiaBatch(..., requires_grad=True); to evaluate it leave backward "
                 "out, and to train the dense model alone call loss.backward() and step its optimizer"
             )
-        self._in_backward = True
+        self._in_backward = self._has_backward = True
         try:
             scaled_loss = self._backward.run(loss, batch, self.dense_optimizer)
         finally:
@@ -339,6 +340,22 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     def _must_end_steps_together(self) -> bool:
         synchronous = Consistency.SYNCHRONOUS
         return self._consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
+
+
+def _untrained(counts: CounterValues, num_looked_up: int) -> FailedPreconditionError | None:
+    """The error of a context that has forwarded batches of its loops, and trained none.
+
+    Batches that the script looks up itself do not count: it may only look at them, as handlers of requests in
+    the published system do. Nor do those that have failed, which was told. A loop that is left before the
+    first forward is no mistake: a job that has ended and is started again leaves it so.
+    """
+    num_batches = counts.batches_received - num_looked_up - counts.batches_failed
+    if num_batches <= 0:
+        return None
+    return FailedPreconditionError(
+        f"none of the {num_batches} batches that this context received was trained: call ctx.backward(loss) "
+        "for each; evaluate in eval_ctx(), or with requires_grad=False"
+    )
 
 
 def _check_optimizers(embedding_optimizer: object, dense_optimizer: object) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Protocol
 
-from persia.embedding.checks import at_least
+from persia.embedding.checks import at_least, type_name
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
@@ -18,7 +18,7 @@ class Batches(Protocol):
     """
 
     def __len__(self) -> int:
-        """The number of batches."""
+        """The number of batches, all of which `read(0)` yields."""
 
     def read(self, first: int = 0) -> Iterator[Any]:
         """The raw data of batch `first` and of those after it."""
@@ -35,7 +35,8 @@ def of_epoch(batches: Any, epoch: int) -> Any:
 class StripedBatches:
     """Every `num_stripes`-th batch of all epochs: what one of several data loaders sends.
 
-    An iteration yields the batches that are left, and continues where the last one was stopped.
+    An iteration yields the batches that are left, and continues where the last one was stopped. It raises
+    InvalidArgumentError where `batches.read` yields fewer or more batches than `len(batches)`.
 
     `state_dict` is the position after the batch that was yielded last. Loaded by the loaders of another run,
     in whatever number, the states of all stripes make each batch come once.
@@ -83,12 +84,17 @@ class StripedBatches:
         number = next(numbers)
         while number < size * self._epochs:
             batches = of_epoch(self._batches, number // size)
+            found, end = number - 1, number - number % size + size
             for found, rows in enumerate(batches.read(number % size), start=number):
+                if found == end:  # it would be taken for the first one of the next epoch
+                    raise _wrong_length(batches, size, "yields more")
                 if found == number:
                     batch = batches.make(rows, requires_grad=self._requires_grad)
                     self._num_yielded += 1
                     yield batch
                     number = next(numbers)
+            if number < end:  # else this would read for ever
+                raise _wrong_length(batches, size, f"ends before batch {found + 1 - end + size}")
 
     def state_dict(self) -> dict[str, Any]:
         """The position, of numbers and lists only."""
@@ -143,3 +149,10 @@ class StripedBatches:
 
 def _left(first: int, done: set[int] | frozenset[int]) -> Iterator[int]:
     return (number for number in count(first) if number not in done)
+
+
+def _wrong_length(batches: object, size: int, found: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{type_name(batches)} has {size} batches by its len(), but its read() {found}: return from len() "
+        "the number of batches that read(0) yields"
+    )

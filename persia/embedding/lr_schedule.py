@@ -6,7 +6,7 @@ parameters here. `LRSchedule` gives the scheduler a stand-in and passes the rate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,3 +149,12 @@ class WarmupPolynomialDecay:
         return float(
             max(((start + self.decay_steps - step) / self.decay_steps) ** self.decay_power, self.end)
         )
+
+
+def check_steps_alone(schedulers: Iterable[object]) -> None:
+    """InvalidTypeError: one of them needs a metric at each step."""
+    for scheduler in schedulers:
+        if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
+            raise InvalidTypeError(
+                "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
+            )

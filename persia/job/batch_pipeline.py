@@ -77,6 +77,7 @@ class BatchPipeline:
         self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
+        self.num_looked_up = 0  # batches that the script has looked up itself
         self._stream: StreamReceiver | None = None
         self._last_words: _LastWords | None = None
         self._step: Callable[[], int] = lambda: 0
@@ -195,6 +196,7 @@ class BatchPipeline:
         self.check_rows()
         service = self._lookup_service(self._stages(None), device, ahead=False)
         self.count_received()  # what fails before is not counted
+        self.num_looked_up += 1
         return service.look_up(pending_from(batch, 0), lambda: None)
 
     def count_received(self) -> None:

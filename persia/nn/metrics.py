@@ -42,6 +42,12 @@ class ClickQuality:
         """The metrics by their names, without `gauc` if no users were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
+    def summary(self) -> str:
+        """The metrics that a log shows, in one line; `num_nonfinite` only if it is not 0."""
+        names = ["auc", "log_loss", "normalized_entropy", "calibration"]
+        names += ["num_nonfinite"] if self.num_nonfinite else []
+        return ", ".join(f"{name} {getattr(self, name):.5g}" for name in names)
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value:.6g}" for name, value in self.values().items())
 

@@ -17,7 +17,7 @@ class Callback:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Called with the training loss every `log_every` steps, and with the metrics of each evaluation.
 
-        `values` has the key `loss`, or the metrics of `persia.nn.ClickQuality`.
+        `values` has the key `loss`, or those of `persia.nn.ClickQuality.values()`: counts of samples are int.
         """
 
     def end(self) -> None:

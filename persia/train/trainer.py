@@ -8,20 +8,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from persia.checkpoint.checkpoints import Source, newest_of
 from persia.ctx import DataCtx, TrainCtx, evaluate
+from persia.ctx.evaluation import wait_for_updates
 from persia.ctx.ranks import extremes, meet
 from persia.data import Batches, DataLoader, PersiaTrainingBatch, StreamingDataset, StripedBatches
 from persia.embedding.checks import at_least
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.embedding.lr_schedule import check_steps_alone
+from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.nn import ClickQuality, EarlyStopping
 from persia.observability import report
 from persia.pipeline.position import DataPosition
@@ -37,7 +39,7 @@ class Fit:
 
     step: int  # batches that this rank had trained at the end, those before a resume included
     best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
-    best: dict[str, float]  # metrics of that evaluation
+    best: dict[str, float]  # `ClickQuality.values()` of that evaluation: its counts of samples are int
     stopped_early: bool
 
 
@@ -73,6 +75,10 @@ class Trainer:
         InvalidTypeError: a `ReduceLROnPlateau`.
     """
 
+    metric = property(attrgetter("stopping.metric"))  # as the arguments; they cannot be set
+    target = property(attrgetter("stopping.target"))
+    patience = property(attrgetter("stopping.patience"))
+
     def __init__(
         self,
         train: Batches,
@@ -96,11 +102,7 @@ class Trainer:
         for name, batches in (("train", train), ("valid", valid)):
             if batches is not None and not len(batches):
                 raise InvalidArgumentError(f"{name} has no batches: pass at least one")
-        for scheduler in schedulers:
-            if isinstance(getattr(scheduler, "scheduler", scheduler), ReduceLROnPlateau):
-                raise InvalidTypeError(
-                    "schedulers has a ReduceLROnPlateau, which needs a metric: use a schedule of the step"
-                )
+        check_steps_alone(schedulers)
         at_least(1, "evaluate_every", 1 if evaluate_every is None else evaluate_every)
         self.train, self.valid, self.loss = train, valid, loss or _cross_entropy
         self.evaluate_every, self.resume = evaluate_every, resume
@@ -109,10 +111,9 @@ class Trainer:
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self.stopping = EarlyStopping(metric, patience=patience, target=target)
         self._evaluated = 0  # the step of the last evaluation
-        self._loaded: Mapping[str, Any] = {}  # the state of a checkpoint
+        self._loaded: Mapping[str, Any] = {}  # by a recovery, for the next `fit`
         # Of the best evaluation and of the newest one: where checkpoints are.
         self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
-        self._clears = not resume  # the next checkpoint replaces those of another job
         self._has_best = False  # the context has the model of the best evaluation
         self._console = Console(soft_wrap=True, highlight=False)
 
@@ -139,7 +140,8 @@ class Trainer:
         Raises FailedPreconditionError for batches that `load` did not send, for checkpoints of other data or
         that no Trainer wrote, and for a `recovery` whose `state` does not name this trainer.
         """
-        self._console.quiet = ctx.rank > 0
+        self._console.quiet = ctx.rank > 0  # a bar would still redirect what the script prints, and lose it
+        self._clears = not self.resume  # the next checkpoint replaces those of another job
         self._resume(ctx)
         stopping, trained, num_batches = self.stopping, ctx._pipeline.trained, len(self.train) * self.epochs
         if stopping.reason:  # data loaders ask the ranks, and leave all batches out
@@ -152,7 +154,7 @@ class Trainer:
             for callback in self.callbacks if ctx.rank == 0 else ():
                 callback.start()
                 resources.callback(callback.end)
-            bar = Progress(console=self._console, disable=not self._console.is_terminal)
+            bar = Progress(console=self._console, disable=ctx.rank > 0 or not self._console.is_terminal)
             resources.enter_context(bar)
             task = bar.add_task("training", total=end, completed=ctx.step)
             for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):
@@ -182,6 +184,8 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
+        if self._loaded:  # a checkpoint before `fit` has what was loaded
+            return dict(self._loaded)
         schedulers = [scheduler.state_dict() for scheduler in self.schedulers]
         job = {"step": self._evaluated, "batches": len(self.train), "schedulers": schedulers}
         return job | self.stopping.state_dict()
@@ -219,17 +223,13 @@ class Trainer:
 
     def _evaluate(self, ctx: TrainCtx, end: int) -> None:
         """Evaluates and writes a checkpoint. All ranks call it, at the same step; the last step is `end`."""
-        ctx.wait_for_gradients()
-        meet(ctx.world_size)  # no row changes until all train again
+        wait_for_updates(ctx)  # no row changes until all train again
         self._evaluated, self._has_best = ctx.step, False
         if self.valid is not None:
             quality = self.evaluate(ctx, self.valid)
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)
-            names = ["auc", "log_loss", "normalized_entropy", "calibration"]
-            names += ["num_nonfinite"] if quality.num_nonfinite else []
-            shown = ", ".join(f"{name} {getattr(quality, name):.5g}" for name in names)
-            self._console.print(f"step {ctx.step}: {shown}{' (best)' if self._has_best else ''}")
+            self._console.print(f"step {ctx.step}: {quality.summary()}{' (best)' if self._has_best else ''}")
             if self.stopping.reason and ctx.step < end:
                 self._console.print(f"step {ctx.step}: stopped early, as {self.stopping.reason}")
         if self._places and ctx.rank == 0 and (self._has_best or ctx.recovery is None):
@@ -248,6 +248,7 @@ class Trainer:
     def _resume(self, ctx: TrainCtx) -> None:
         """Continues after the newest checkpoint: that of the context's recovery, or of `directory`."""
         recovery, place, remedy = ctx.recovery, None, "pass resume=False"
+        loaded, self._loaded = self._loaded, {}
         places = self._places if self.resume else []
         if recovery is not None:
             if not self.resume or all(holder is not self for holder in recovery.state.values()):
@@ -260,20 +261,20 @@ class Trainer:
                 remedy = f"remove both directories, {recovery.directory} and {self.directory}"
             if ctx.step:  # it has loaded the state
                 place = Location.of(recovery.directory)
-                self._check(self._loaded, Source(place), remedy)
+                self._check(loaded, Source(place), remedy)
         elif (source := newest_of(places)) is None:
             # Of a checkpoint that the script has loaded: its batches are taken for those of other data.
             ctx._pipeline.start_after(DataPosition())
         else:
-            place, self._loaded = source.location, self._check(source.extra(), source, remedy)
+            place, loaded = source.location, self._check(source.extra(), source, remedy)
             source.check_position(f"use another directory, or {remedy}; {_LOADS_ROWS}")
             ctx.load_checkpoint(str(place))
         self._evaluated = 0
         self.stopping.reset()
         if place is not None:
-            self._evaluated = self._loaded["step"]
-            self.stopping.load_state_dict(self._loaded)
-            for scheduler, state in zip(self.schedulers, self._loaded["schedulers"], strict=True):
+            self._evaluated = loaded["step"]
+            self.stopping.load_state_dict(loaded)
+            for scheduler, state in zip(self.schedulers, loaded["schedulers"], strict=True):
                 scheduler.load_state_dict(state)
             self._console.print(f"step {ctx.step}: resumed from {place}")
         if places:

@@ -264,7 +264,7 @@ def test_leaving_the_loop_early_ends_the_loader(train_ctx: Any, new_batch: Any) 
 
     with train_ctx() as ctx:
         for batch in DataLoader(StreamingDataset(loader=feed)):
-            ctx.prepare_features(batch)
+            ctx.backward(ctx.prepare_features(batch)[1][0].sum())
             break
     assert ended.wait(120)
     assert errors == []

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from persia.ctx import TrainCtx
+from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, StreamingDataset
 from persia.data.dataset import _may_have_loader
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
@@ -111,32 +112,61 @@ def test_an_evaluation_between_forward_and_backward_is_no_mistake(make_ctx: Any,
     assert ctx.counters.batches_trained == 1
 
 
-@pytest.mark.parametrize(("requires_grad", "warned"), [(True, 1), (False, 0)])
-def test_a_loop_that_trains_nothing_is_told(
-    make_ctx: Any, make_dataset: Any, log: Any, requires_grad: bool, warned: int
-) -> None:
-    with make_ctx() as ctx:
-        for batch in DataLoader(make_dataset(3, requires_grad=requires_grad)):
+def test_a_loop_that_trains_nothing_is_an_error(make_ctx: Any, make_dataset: Any) -> None:
+    def only_forwards(ctx: TrainCtx) -> None:
+        for batch in DataLoader(make_dataset(3)):
             ctx.forward(batch)
-    assert sum(f"none of the 3 {UNTRAINED}: call ctx.backward" in text for text in log.messages) == warned
+
+    def fails_after(loop: Callable[[TrainCtx], None], ctx: TrainCtx) -> None:
+        loop(ctx)
+        raise ZeroDivisionError  # of the script's own: the one to show
+
+    with (
+        pytest.raises(FailedPreconditionError, match=rf"none of the 3 {UNTRAINED}: call ctx.backward"),
+        make_ctx() as ctx,
+    ):
+        only_forwards(ctx)
+    assert ctx.counters.batches_released == 3  # the context has ended all the same
+    with make_ctx() as following:  # another can be entered
+        assert following is not ctx
+    with pytest.raises(ZeroDivisionError), make_ctx() as ctx:
+        fails_after(only_forwards, ctx)
 
 
-def test_a_context_that_trains_or_gets_nothing_is_fine(make_ctx: Any, make_dataset: Any, log: Any) -> None:
+def test_a_context_that_trains_or_gets_nothing_is_fine(make_ctx: Any, make_dataset: Any) -> None:
     with make_ctx():
         pass
     with make_ctx() as ctx:
         for batch in DataLoader(make_dataset(3)):
             ctx.backward(mean_square(*ctx.forward(batch)))
             break
-    assert not any(UNTRAINED in text for text in log.messages)
 
 
-def test_a_look_at_evaluation_batches_is_fine(make_ctx: Any, make_dataset: Any, log: Any) -> None:
+@pytest.mark.parametrize("num_batches", [3, 9])
+def test_a_context_that_only_evaluates_is_fine(make_ctx: Any, make_dataset: Any, num_batches: int) -> None:
     with make_ctx() as ctx:
         for batch in DataLoader(make_dataset(9, requires_grad=False)):
             ctx.forward(batch)
-            break  # others have been prefetched
-    assert not any(UNTRAINED in text for text in log.messages)
+            if batch.batch_id + 1 == num_batches:
+                break  # others have been prefetched
+    with make_ctx() as ctx, eval_ctx(model=ctx.model) as evaluation:
+        for batch in DataLoader(make_dataset(num_batches)):
+            evaluation.forward(batch)
+
+
+def test_a_look_at_batches_is_fine(make_ctx: Any, make_dataset: Any, new_batch: Any) -> None:
+    """A handler of requests looks batches up itself; a job that has ended leaves its loop at once."""
+    with make_ctx() as ctx:
+        ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
+    with make_ctx() as ctx:
+        assert len(list(DataLoader(make_dataset(3)))) == 3
+
+
+def test_a_backward_that_fails_was_told(make_ctx: Any, make_dataset: Any) -> None:
+    with make_ctx() as ctx:
+        output, _ = ctx.forward(next(iter(DataLoader(make_dataset(1)))))
+        with pytest.raises(RuntimeError, match="scalar"):
+            ctx.backward(output)
 
 
 def test_a_loader_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,13 +177,9 @@ def test_a_loader_may_have_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_layer_of_the_wrong_size_names_slots_and_dims(make_ctx: Any, make_dataset: Any, model: Any) -> None:
     model.linear = torch.nn.Linear(17, 1)
-    with make_ctx() as ctx:
-        batch = next(iter(DataLoader(make_dataset(1))))
-        with pytest.raises(
-            InvalidArgumentError,
-            match=r"3x9 and 17x1.*anonymous \[3, 1\] float32, a \[3, 4\] float32, b \[3, 4\].*in_features",
-        ):
-            ctx.forward(batch)
+    message = r"3x9 and 17x1.*anonymous \[3, 1\] float32, a \[3, 4\] float32, b \[3, 4\].*in_features"
+    with pytest.raises(InvalidArgumentError, match=message), make_ctx() as ctx:
+        ctx.forward(next(iter(DataLoader(make_dataset(1)))))
 
 
 def test_an_unknown_feature_gets_the_nearest_slot(make_ctx: Any) -> None:
@@ -166,21 +192,16 @@ def test_an_unknown_feature_gets_the_nearest_slot(make_ctx: Any) -> None:
 
 def test_a_layer_of_another_dtype_names_the_inputs(make_ctx: Any, make_dataset: Any, model: Any) -> None:
     model.linear = torch.nn.Linear(9, 1, dtype=torch.float64)
-    with make_ctx() as ctx:
-        batch = next(iter(DataLoader(make_dataset(1))))
-        with pytest.raises(
-            InvalidArgumentError, match=r"same dtype.*a \[3, 4\] float32.*a layer of float32 needs float32"
-        ):
-            ctx.forward(batch)
+    message = r"same dtype.*a \[3, 4\] float32.*a layer of float32 needs float32"
+    with pytest.raises(InvalidArgumentError, match=message), make_ctx() as ctx:
+        ctx.forward(next(iter(DataLoader(make_dataset(1)))))
 
 
 def test_other_errors_of_the_model_are_its_own(make_ctx: Any, make_dataset: Any, model: Any) -> None:
     model.forward = lambda dense, embeddings: torch.cat([dense[0], embeddings[0]])
-    with make_ctx() as ctx:
-        batch = next(iter(DataLoader(make_dataset(1))))
-        with pytest.raises(RuntimeError, match="Sizes of tensors must match") as raised:
-            ctx.forward(batch)
-        assert not isinstance(raised.value, InvalidArgumentError)
+    with pytest.raises(RuntimeError, match="Sizes of tensors must match") as raised, make_ctx() as ctx:
+        ctx.forward(next(iter(DataLoader(make_dataset(1)))))
+    assert not isinstance(raised.value, InvalidArgumentError)
 
 
 def test_a_stream_that_nothing_can_send_to_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

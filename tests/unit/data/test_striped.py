@@ -98,3 +98,31 @@ def test_states_that_do_not_fit(batches: SplitBinaryBatches, tmp_path: Path) -> 
         other.load_state_dict(states)
     with pytest.raises(InvalidArgumentError, match="stripe=2 must be below num_stripes=2"):
         StripedBatches(batches, 2, 2)
+
+
+@pytest.mark.parametrize("stripe", [0, 1])
+@pytest.mark.parametrize(("num_read", "found"), [(0, 0), (3, 3), (9, 9), (12, None)])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_wrong_length_is_an_error(
+    batches: SplitBinaryBatches, num_read: int, found: int | None, first: int, stripe: int
+) -> None:
+    """Not an endless loop, nor batches of the first epoch taken for those of the second."""
+
+    class Wrong:
+        def __len__(self) -> int:
+            return 11
+
+        def read(self, first: int = 0) -> Iterator[int]:
+            return iter(range(first, num_read))
+
+        def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> Any:
+            return batches.make(rows % 11, requires_grad=requires_grad, meta=meta)
+
+    begin = stripe + 2 * first  # the batches before are not asked for
+    does = "yields more" if found is None else f"ends before batch {max(found, begin)}"
+    taken: list[Any] = []
+    with pytest.raises(
+        InvalidArgumentError, match=rf"Wrong has 11 batches .* read\(\) {does}: return from len"
+    ):
+        taken.extend(StripedBatches(Wrong(), stripe, 2, epochs=3, first=first))
+    assert len(taken) == len(range(begin, min(num_read, 11), 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from sklearn.metrics import log_loss, roc_auc_score
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, PersiaBatch, TrainCtx
+from persia.ctx import evaluate
 from persia.ctx.evaluation import share_buffers
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
@@ -97,6 +100,19 @@ def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None
         for number in range(len(batches))
         for row in batches.of_epoch(1).make(number, requires_grad=False).non_id_type_features[0].data[:, 0]
     ]
+
+
+@pytest.mark.parametrize("wrong", ["train", "valid"])
+def test_batches_that_end_before_their_length_end_the_job(wrong: str) -> None:
+    class Short(Clicks):
+        def read(self, first: int = 0) -> Iterator[int]:
+            yield from list(super().read())[first:3]
+
+    batches = {"train": Clicks(), "valid": Clicks(4, first=50)} | {wrong: Short(4, first=50)}
+    with pytest.raises(
+        PersiaError, match=r"Short has 4 batches by its len\(\), but its read\(\) ends before batch 3"
+    ):
+        Job().fit(Trainer(**batches))
 
 
 def predictions(ctx: TrainCtx, batches: Clicks) -> tuple[Any, Any]:
@@ -230,6 +246,24 @@ def test_an_evaluation_keeps_frozen_modules_frozen() -> None:
     assert job.model.training
 
 
+def test_what_a_script_prints_on_another_rank_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer itself is silent there, also on a terminal."""
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        print("a line of the script")
+        print("a warning of the script", file=sys.stderr)
+        return output.sum()
+
+    trainer = Trainer(Clicks(3), loss=loss)
+    trainer._console = Console(force_terminal=True)
+    with Job().ctx() as ctx:
+        ctx.rank = 1
+        trainer.fit(ctx)
+    printed = capsys.readouterr()
+    assert printed.out == 3 * "a line of the script\n"
+    assert printed.err.count("a warning of the script\n") == 3
+
+
 def _on_a_rank(rank: int, file: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     model = torch.nn.BatchNorm1d(3)
@@ -246,6 +280,44 @@ def _on_a_rank(rank: int, file: str) -> None:
 
 def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
     spawn(_on_a_rank, (str(tmp_path / "group"),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def _evaluate_on_a_rank(rank: int, folder: str) -> None:
+    """Rank 1 hands its updates in only when rank 0 already waits for its own."""
+    waits, applied = Path(folder) / "waits", Path(folder) / "applied"
+
+    class Checked(Model):
+        def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+            assert applied.exists(), "evaluated before the updates of rank 1"
+            return super().forward(dense, embeddings)
+
+    def wait_for_gradients() -> None:
+        if rank == 0:
+            waits.touch()
+        else:
+            while not waits.exists():
+                time.sleep(0.01)
+            applied.touch()
+
+    job = Job()
+    job.model = Checked()
+    with job.ctx() as ctx:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+        ctx.rank, ctx.world_size = rank, 2
+        ctx.wait_for_gradients = wait_for_gradients  # type: ignore[method-assign]
+        assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+        dist.destroy_process_group()
+
+
+def test_an_evaluation_waits_for_the_updates_of_all_ranks(tmp_path: Path) -> None:
+    spawn(_evaluate_on_a_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
+
+
+def test_what_decides_on_the_best_is_shown_and_fixed() -> None:
+    trainer = Trainer(Clicks(), Clicks(2), metric="log_loss", target=0.5, patience=3)
+    assert (trainer.metric, trainer.target, trainer.patience) == ("log_loss", 0.5, 3)
+    with pytest.raises(AttributeError):
+        trainer.patience = 4  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

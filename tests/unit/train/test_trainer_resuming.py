@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from persia import TrainCtx
+from persia.checkpoint.checkpoints import Source
 from persia.ctx import Recovery
 from persia.errors import FailedPreconditionError
 from persia.pipeline.position import DataPosition
@@ -61,6 +62,31 @@ def test_a_recovery_resumes_between_evaluations(tmp_path: Path, capsys: pytest.C
     # A job that has ended repeats the steps since its last periodic checkpoint at most.
     assert fit("killed", finished).best == expected.best
     assert len(finished.model.trained) <= 4 * SIZE
+
+
+def test_a_checkpoint_between_entering_and_fit_has_what_was_loaded(tmp_path: Path) -> None:
+    """A script that calls `fit` late, or a dump by hand, must not cost the best evaluation."""
+
+    def trainer(job: Job) -> Trainer:
+        schedulers = job.schedulers()[:1]
+        return Trainer(Clicks(), Clicks(3, first=100), evaluate_every=5, patience=9, schedulers=schedulers)
+
+    def recovery(trainer: Trainer) -> Recovery:
+        return Recovery(tmp_path, every_steps=8, state={"trainer": trainer})
+
+    whole, idle, resumed = Job(), Job(), Job()
+    made = trainer(whole)
+    expected = whole.fit(made, recovery=recovery(made))
+    made = trainer(idle)
+    with idle.ctx(recovery(made)) as ctx:
+        loaded = made.state_dict()
+        assert (ctx.step, loaded["step"], loaded["best_step"]) == (8, 5, 5)
+        ctx.dump_checkpoint(tmp_path, keep_last=2, extra={"trainer": loaded})
+    made = trainer(resumed)
+    with resumed.ctx(recovery(made)) as ctx:
+        assert made.state_dict() == loaded
+        assert made.fit(ctx, reproducible=True) == expected
+        assert made.state_dict()["step"] == 12
 
 
 def test_a_removed_best_checkpoint_is_written_again(tmp_path: Path) -> None:
@@ -314,3 +340,15 @@ def test_a_new_job_in_a_used_directory_removes_the_old_checkpoints(tmp_path: Pat
     Job().fit(Trainer(Clicks(5), directory=str(tmp_path), resume=False, evaluate_every=2))
     assert not (tmp_path / "best").exists()
     assert Job().fit(Trainer(Clicks(5), directory=str(tmp_path), epochs=2)).step == 10
+
+
+def test_each_new_job_of_a_trainer_removes_the_old_checkpoints(tmp_path: Path) -> None:
+    """The first job's `best` would be loaded at the end of a job that resumes the second one."""
+    held_out = Clicks(4, first=50)
+    trainer = Trainer(Clicks(), held_out, directory=str(tmp_path), evaluate_every=6, resume=False)
+    trainer.epochs = 3
+    assert Job().fit(trainer).step == 36
+    trainer.epochs, trainer.valid = 1, None
+    assert Job().fit(trainer).step == 12
+    assert not (tmp_path / "best").exists()
+    assert Source(tmp_path / "last").manifest.step == 12
