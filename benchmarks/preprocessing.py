@@ -1,7 +1,8 @@
 """Preprocessing of raw clicks beside a polars script that does the same, in turns, one core each.
 
 `python -m benchmarks.preprocessing` makes the clicks up. It needs polars. Both read tab-separated text, hash
-26 categories to 64 bits, take 13 logarithms, and write Parquet with zstd.
+26 categories to 64 bits, take 13 logarithms, and write Parquet with zstd. With `--frequency-limit` both
+number the categories instead, the most frequent first, in two passes: 0 is a missing one, 1 a rare one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.raw_clicks import write_clicks
@@ -19,7 +21,8 @@ from benchmarks.raw_clicks import write_clicks
 _OURS = """
 from persia.data.engines import LocalEngine
 from persia.data.preprocessing import Preprocessing, preprocess
-preprocess(Preprocessing(output), {"train": [path]}, LocalEngine(1))
+settings = Preprocessing(output, contiguous=limit > 0, frequency_limit=limit)
+preprocess(settings, {"train": [path]}, LocalEngine(1))
 """
 _POLARS = """
 import polars as pl
@@ -27,11 +30,24 @@ numbers = [f"num_{index}" for index in range(13)]
 categories = [f"cat_{index}" for index in range(26)]
 schema = {"label": pl.UInt8, **dict.fromkeys(numbers, pl.Int64), **dict.fromkeys(categories, pl.String)}
 log = [(pl.col(name).fill_null(0) + 3.0).clip(lower_bound=1).log().cast(pl.Float32) for name in numbers]
-hashed = [
-    pl.when(pl.col(name).is_null()).then(0).otherwise(pl.col(name).hash()).alias(name) for name in categories
-]
 frame = pl.scan_csv(path, separator="\\t", has_header=False, schema=schema, quote_char=None)
-frame.select("label", *log, *hashed).sink_parquet(output, compression="zstd", compression_level=1)
+if limit:
+    counts = [frame.select(name).drop_nulls().group_by(name).len() for name in categories]
+    frequent = [
+        count.filter(pl.col("len") >= limit).sort("len", descending=True).with_row_index("id", offset=2)
+        for count in counts
+    ]
+    made = [
+        pl.col(name).replace_strict(found[name], found["id"], default=1, return_dtype=pl.UInt32)
+        for name, found in zip(categories, pl.collect_all(frequent, engine="streaming"))
+    ]
+else:
+    made = [pl.col(name).hash().alias(name) for name in categories]
+made = [
+    pl.when(pl.col(name).is_null()).then(0).otherwise(column).alias(name)
+    for name, column in zip(categories, made)
+]
+frame.select("label", *log, *made).sink_parquet(output, compression="zstd", compression_level=1)
 """
 
 
@@ -40,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--frequency-limit", type=int, default=0, help="number the categories contiguously")
     arguments = parser.parse_args()
     rates: dict[str, list[float]] = {"persia": [], "polars": []}
     peaks: dict[str, float] = {}
@@ -48,7 +65,9 @@ def main() -> None:
         write_clicks(path, arguments.rows)
         for turn in range(arguments.rounds):
             for name, script in (("persia", _OURS), ("polars", _POLARS)):
-                seconds, peaks[name] = _run(script, path, Path(folder) / f"{name}_{turn}")
+                given = {"path": str(path), "output": f"{folder}/{name}_{turn}"}
+                given |= {"limit": arguments.frequency_limit}
+                seconds, peaks[name] = _run(script, given)
                 rates[name].append(arguments.rows / seconds)
     for name, values in rates.items():
         print(
@@ -57,13 +76,13 @@ def main() -> None:
         )
 
 
-def _run(script: str, path: Path, output: Path) -> tuple[float, float]:
+def _run(script: str, values: Mapping[str, str | int]) -> tuple[float, float]:
     """CPU seconds, so that other programs of the machine change little, and the peak memory in MiB."""
     report = (
         "import resource\nused = resource.getrusage(resource.RUSAGE_SELF)\n"
         "print(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)"
     )
-    code = f"path, output = {str(path)!r}, {str(output)!r}\n{script}\n{report}"
+    code = f"globals().update({dict(values)!r})\n{script}\n{report}"
     environment = os.environ | {"POLARS_MAX_THREADS": "1", "OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True

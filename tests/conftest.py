@@ -20,7 +20,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
-from persia.pipeline.backend import slot_signs
+from persia.pipeline.slot_rows import slot_signs
 from persia.security import identity
 from persia.security.secret import TRAINER, WORKER
 from persia.testing import LocalCluster, LocalNats

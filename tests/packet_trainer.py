@@ -21,7 +21,7 @@ from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.packets.log import PacketLog
 from persia.packets.packet import Base, BaseKind, Packet
-from persia.pipeline.backend import slot_signs
+from persia.pipeline.slot_rows import slot_signs
 from persia.storage.dense import state_bytes
 from persia.storage.manifest import MANIFEST_NAME, FileEntry, Manifest, ServerEntry
 from persia.storage.position import Position, make_stream_id

@@ -92,7 +92,8 @@ def _trained(lane: Lane, batch: DeviceBatch, scale: float, requires_grad: bool) 
     """Embeddings and dense tensors, read when the caller waits; and the gradients on their way."""
     if lane.device.type == "cuda":
         torch.cuda._sleep(_LAG_CYCLES)  # type: ignore[no-untyped-call]
-    found = [(name, leaf) for name, leaf, _ in batch.embeddings(requires_grad=requires_grad)]
+    looked_up = batch.embeddings(requires_grad=requires_grad)
+    found = [(name, leaf) for name, leaf, _ in looked_up if leaf is not None]
     leaves = []
     for name, leaf in found:
         copy = leaf.detach().requires_grad_()

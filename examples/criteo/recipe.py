@@ -81,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         add(f"--{name}", type=kind, default=default)
     add("--interaction", "--interaction_op", choices=["dot", "cross"], default="dot", help="cross: DCNv2")
     add("--embedding_dim", type=int, default=128)
+    add("--data_parallel_threshold", type=int, help="largest table in the dense model, in elements")
     add("--bottom_mlp_sizes", "--bottom_mlp_dims", type=_sizes, default=[512, 256, 128])
     add("--top_mlp_sizes", "--top_mlp_dims", type=_sizes, default=[1024, 1024, 512, 256, 1])
     add("--num_cross_layers", type=int, default=3)
@@ -177,7 +178,9 @@ class Recipe:
 
     def slots(self) -> dict[str, Any]:
         """The embedding config."""
-        return self.spec.slots(self.flags.embedding_dim)
+        slots = self.spec.slots(self.flags.embedding_dim)
+        num_rows = (self.flags.data_parallel_threshold or 0) // self.flags.embedding_dim
+        return {**slots, "dense_placement_threshold": num_rows} if num_rows else slots
 
     def optimizers(self, model: torch.nn.Module) -> tuple[Any, Any]:
         """Of embeddings and of the model."""

@@ -6,6 +6,7 @@ slots therefore share rows exactly when they are in one group.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 # 64 bits: two configs do not share them by accident, and they fit into a message.
 _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # a lookup names slots by the bits of their modes
+DENSE_MODE = "dense"  # the mode of slots in the dense model: workers look them up only to move their rows
+MAX_DENSE_ROWS = 1 << 24  # of a slot in the dense model
+# Settings of rows on servers, which slots in the dense model cannot have.
+_SERVER_SETTINGS = (
+    *("optimizer", "admit_probability", "admit_after", "weight_bound"),
+    *("time_to_live_sec", "min_norm", "capacity"),
+)
 
 
 class HashStackConfig(Section):
@@ -81,6 +89,9 @@ class SlotConfig(Section):
     # A mode of its own; without, as the job: TrainCtx(consistency=), DataLoader(embedding_staleness=).
     consistency: Literal["hybrid", "synchronous", "asynchronous"] | None = None
     embedding_staleness: Positive32 | None = None  # batches in flight, of "hybrid"
+    # "dense": the rows are parameters of the dense model; None: by `dense_placement_threshold`.
+    placement: Literal["dense", "servers"] | None = None
+    cardinality: Positive | None = None  # IDs of a slot in the dense model are below it
     index_prefix: Annotated[int, BeforeValidator(_check_prefix)] = 0
     optimizer: _OwnSettings = None
     initializer: _OwnSettings = None
@@ -95,6 +106,32 @@ class SlotConfig(Section):
         self._check_pooling()
         self._check_consistency()
         self._check_rows()
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        if self.placement != "dense":
+            return
+        if self.cardinality is None:
+            raise ConfigError("placement='dense' needs cardinality: the number of rows, above every ID")
+        if self.cardinality > MAX_DENSE_ROWS:
+            raise ConfigError(
+                f"placement='dense' with a cardinality of {self.cardinality} is more than the "
+                f"{MAX_DENSE_ROWS} rows that each rank can have and send: choose placement: servers"
+            )
+        if (reason := self.not_dense) is not None:
+            raise ConfigError(f"placement='dense' excludes {reason}: leave one of them out")
+
+    @property
+    def not_dense(self) -> str | None:
+        """Which of its settings keeps the slot out of the dense model; None: it can be placed there."""
+        if not self.embedding_summation:
+            return "embedding_summation=false, as only pooled slots can be placed there"
+        if self.hash_stack is not None:
+            return "hash_stack_config, which is for IDs without a bound"
+        if self.mode:
+            return f"consistency {self.mode!r}, as the dense model is always synchronous"
+        name = next((name for name in _SERVER_SETTINGS if getattr(self, name) is not None), None)
+        return None if name is None else f"{name}, a setting of rows on parameter servers"
 
     @property
     def rows(self) -> dict[str, object]:
@@ -146,6 +183,11 @@ class SlotConfig(Section):
             )
 
     @property
+    def scaling(self) -> str:
+        """What a pooled slot's sum is divided by: "sqrt", "mean" or "" for nothing."""
+        return "mean" if self.mean_scaling else "sqrt" if self.sqrt_scaling else ""
+
+    @property
     def hash_stack(self) -> HashStackConfig | None:
         """The hash stack if it is on."""
         stack = self.hash_stack_config
@@ -167,6 +209,8 @@ class SlotsConfig(Section):
     feature_groups: Annotated[
         Mapping[str, Annotated[tuple[str, ...], Field(strict=False)]], BeforeValidator(expanded_groups)
     ] = {}  # pydantic copies it
+    # Slots with a `cardinality` up to it are placed in the dense model, if nothing else in them forbids that.
+    dense_placement_threshold: Annotated[Positive, Field(le=MAX_DENSE_ROWS)] | None = None
 
     def check(self) -> None:
         if not self.slots_config:
@@ -195,10 +239,29 @@ class SlotsConfig(Section):
                 next_number += 1
         return numbers
 
+    @functools.cached_property
+    def dense_slots(self) -> Mapping[str, SlotConfig]:
+        """The slots that are placed in the dense model."""
+        grouped = {name for slots in self.feature_groups.values() for name in slots if len(slots) > 1}
+        limit = self.dense_placement_threshold or 0
+        return {
+            name: slot
+            for name, slot in self.slots_config.items()
+            if slot.placement == "dense"
+            or (
+                (slot.placement is None and slot.cardinality is not None and slot.cardinality <= limit)
+                and slot.not_dense is None
+                and name not in grouped
+            )
+        }
+
+    def _mode_of(self, name: str) -> str:
+        return DENSE_MODE if name in self.dense_slots else self.slots_config[name].mode
+
     @property
     def slot_modes(self) -> tuple[str, ...]:
         """The different modes of slots, "" (the job's) first. Slots of one are looked up together."""
-        return tuple(sorted({slot.mode for slot in self.slots_config.values()}))
+        return tuple(sorted({self._mode_of(name) for name in self.slots_config}))
 
     def native_slots(self) -> list[_native.SlotConfig]:
         """The slots as the engine wants them, in the order of `slots_config`."""
@@ -215,7 +278,7 @@ class SlotsConfig(Section):
                 sample_fixed_size=slot.sample_fixed_size,
                 hash_stack_rounds=slot.hash_stack.hash_stack_rounds if slot.hash_stack else 0,
                 hash_stack_size=slot.hash_stack.embedding_size if slot.hash_stack else 0,
-                mode=modes.index(slot.mode),
+                mode=modes.index(self._mode_of(name)),
                 # Numbers begin with 1, as a prefix of 0 is no group; the engine counts its groups from 0.
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
@@ -231,7 +294,10 @@ class SlotsConfig(Section):
         `sample_fixed_size` of summed slots) does not count.
         """
         numbers = self.group_numbers()
-        slots = {name: _schema_of(slot, numbers[name]) for name, slot in self.slots_config.items()}
+        slots = {
+            name: _schema_of(slot, numbers[name], self._mode_of(name))
+            for name, slot in self.slots_config.items()
+        }
         schema = {"feature_index_prefix_bit": self.feature_index_prefix_bit, "slots": slots}
         # Sorted keys and no spaces, so that equal schemas have equal bytes.
         canonical = json.dumps(schema, sort_keys=True, separators=(",", ":"))
@@ -264,6 +330,7 @@ class SlotsConfig(Section):
             (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
             ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
             ("consistency or embedding_staleness", one.mode != other.mode),
+            ("placement", first != slot and "dense" in (one.placement, other.placement)),
         ):
             if differs:
                 raise ConfigError(
@@ -303,12 +370,12 @@ class SlotsConfig(Section):
                 )
 
 
-def _schema_of(slot: SlotConfig, group_number: int) -> dict[str, object]:
+def _schema_of(slot: SlotConfig, group_number: int, mode: str) -> dict[str, object]:
     stack = slot.hash_stack
     # Newer settings are included only where they are used, so that older configs keep their hashes.
     later: dict[str, object] = {"mean_scaling": True} if slot.mean_scaling else {}
-    if slot.mode:
-        later["mode"] = slot.mode
+    if mode:
+        later["mode"] = mode
     if slot.rows:
         later["rows"] = slot.rows
     return {

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
 from persia.checkpoint.checkpoints import EXTRA_NAME, DumpRequest, Source, described
+from persia.config import SlotsConfig
+from persia.config.slots_config import DENSE_MODE
 from persia.ctx.ranks import done_by_rank_0
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import Optimizer
 from persia.errors import (
+    ConfigError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -23,11 +28,13 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.job.batch_pipeline import BatchPipeline
+from persia.job.embedded import read_slots
 from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.position import DataPosition
 from persia.storage import dense
+from persia.storage.dense_slots import DenseMoves, DenseSlots, DenseSlotsOptimizer
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 
@@ -41,6 +48,30 @@ class CheckpointMethods:
     _pipeline: BatchPipeline
     model: torch.nn.Module | None
     device: torch.device | None
+    _slots: SlotsConfig | None
+    _dense_slots: DenseSlots | None
+    owns_runtime: bool
+
+    def _find_dense_slots(self) -> DenseSlots | None:
+        """The rows of slots in this context's model. A training context sets their initial values."""
+        found, model = DenseSlots.find(self.model), self.model
+        if self._slots is None and DENSE_MODE in self.runtime.backend.slot_modes:
+            self._slots = read_slots(None)
+            if self._slots is None:
+                raise ConfigError(
+                    "the job's embedding config places slots in the dense model, so a rank needs it: pass "
+                    "slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
+                )
+            own, workers = self._slots.schema_hash(), self.runtime.backend.schema
+            if workers and own != workers:
+                raise FailedPreconditionError(
+                    f"the embedding workers have the embedding config {workers}, this process {own}: give "
+                    "both the same embedding config (--embedding-config, PERSIA_EMBEDDING_CONFIG or slots=)"
+                )
+        slots = self._slots if self.owns_runtime else None  # nested: another model, or has its rows
+        if model is not None and slots is not None and (found is not None or slots.dense_slots):
+            found = DenseSlots.attach(model, slots, self.device)
+        return found
 
     def dump_checkpoint(
         self,
@@ -199,10 +230,12 @@ class CheckpointMethods:
         src_dir: _Path,
         states: Mapping[str, dense.TorchState],
         map_location: Any,
-        **options: bool,
+        *,
+        blocking: bool = True,
+        strict: bool = True,
     ) -> tuple[Manifest, Any]:
-        """The manifest and the `extra` of the checkpoint. `options`: those of `load_embedding`."""
-        source = Source(src_dir)
+        """The manifest and the `extra` of the checkpoint."""
+        source, moves = Source(src_dir), DenseMoves(self._dense_slots)
         # All files are read and their checksums compared before the first state is replaced.
         contents = {name: source.dense(name) for name in states}
         extra = source.extra()
@@ -211,17 +244,51 @@ class CheckpointMethods:
         with dense.undone_on_error(list(states.values())):
             for name, state in states.items():
                 what = str(source.location / name)
-                dense.load_state(state, contents[name], what, map_location or self.device)
+                dense.load_state(state, contents[name], what, map_location or self.device, moves.adapt)
+            if self._dense_slots is not None and moves.without_values:
+                self._begin_rows(self._dense_slots, moves.without_values)
             if source.has_embeddings:
-                self._load_embeddings(source, **options)
+                self._load_embeddings(source, blocking=blocking or bool(moves), strict=strict)
             else:
                 get_default_logger().warning(
                     "%s has no embeddings: only the dense part is loaded", source.location
                 )
+            self._move(moves, source)
         # Later batches are matched with it. Where slots were added or removed the model has other inputs.
-        if options.get("strict", True):
+        if strict:
             self.runtime.signature = source.signature
         return source.manifest, extra
+
+    def _move(self, moves: DenseMoves, source: Source) -> None:
+        """Slots whose placement has changed since the dump, once the rows are loaded."""
+        if not moves:
+            return
+        self._slots = self._slots or read_slots(None)
+        if self._slots is None:
+            raise FailedPreconditionError(
+                "the checkpoint has slots in its dense model that this job has on servers, and moving them "
+                "needs the job's slots: pass slots=... to the context, or set PERSIA_EMBEDDING_CONFIG"
+            )
+        for name, rows in moves.to_servers(self._slots).items():
+            ids = np.arange(len(rows), dtype=np.uint64)
+            self._on_rank_0(partial(self.runtime.backend.set_slot_rows, self._slots, name, ids, rows))
+        section = source.manifest.embeddings
+        if self._dense_slots is not None and moves.from_servers and section is not None:
+            schema = section.schema
+            # Servers may have another slot's rows under the signs of one that the checkpoint lacks.
+            known = [name for name in moves.from_servers if schema is None or name in schema.slots]
+            backend = self.runtime.backend
+            slots = 1 << backend.slot_modes.index(DENSE_MODE)
+            look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
+            self._dense_slots.copy_from(known, look_up)
+
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
+        """Sets rows that a load has no values for: zeros, as servers answer without training."""
+        for name, first in (firsts or dict.fromkeys(slots.tables, 0)).items():
+            slots.rows(name).detach()[first:] = 0
+
+    def _on_rank_0(self, work: Callable[[], None]) -> None:
+        work()
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
@@ -244,6 +311,21 @@ class TrainingCheckpointMethods(CheckpointMethods):
     embedding_optimizer: Optimizer
     embedding_config: EmbeddingConfig
     _rows_guard: RowsGuard | None = None  # of a context that trains on servers
+
+    def _find_dense_slots(self) -> DenseSlots | None:
+        found = super()._find_dense_slots()
+        if found is None:
+            return None
+        if not found.has_values:  # else of a context before this one
+            self._begin_rows(found)
+        found.train_by(self.dense_optimizer)
+        return found
+
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
+        if self._slots is not None:
+            # Else some would be zeros, as admission is for rows on servers.
+            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
+            slots.begin(self._slots, self.embedding_optimizer.train_config(config), firsts)
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,
@@ -305,7 +387,10 @@ class TrainingCheckpointMethods(CheckpointMethods):
         self._on_rank_0(super().wait_for_load_embedding)
 
     def _states(self, model_name: str, optimizer_name: str) -> dict[str, dense.TorchState]:
-        return {model_name: self._require_model(), optimizer_name: self.dense_optimizer}
+        optimizer: dense.TorchState = self.dense_optimizer
+        if self._dense_slots is not None:
+            optimizer = DenseSlotsOptimizer(self.dense_optimizer, self._dense_slots)
+        return {model_name: self._require_model(), optimizer_name: optimizer}
 
     def _dump(self, *args: Any, **options: Any) -> None:
         if self.rank == 0:

@@ -29,6 +29,7 @@ from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import CounterValues, Staleness
 from persia.storage import dense
+from persia.storage.dense_slots import DenseSlots
 
 # How long contexts that end because of an error try to leave nothing behind.
 _FAILED_EXIT_DEADLINE_S = 10.0
@@ -117,6 +118,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         # `DataLoader` and contexts entered inside this one find them.
         self._members = (self.runtime, self._pipeline)
         with self._closed_on_error():
+            self._dense_slots = self._find_dense_slots() or self.runtime.dense_slots
+            self.runtime.dense_slots = self.runtime.dense_slots or self._dense_slots
             self._pipeline.show()
 
     @property
@@ -141,9 +144,38 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         with TO_DEVICE.of(batch.traced_id, batch.result.reference.reference):
             dense_tensors = batch.consume_all_non_id_type_feature_tensors()
             embeddings = batch.consume_all_id_type_feature_embedding_tensors()
+        self._check_complete(batch)
+        if batch.dense_ids:
+            embeddings = self._require_dense_slots().fill(batch.names, batch.dense_ids, embeddings)
+        if not batch.leaves:
+            reached = batch.reached  # not the batch: it is released when the script drops it
+            for embedding in embeddings:
+                if embedding.requires_grad:
+                    embedding.register_hook(lambda _: reached.add(True))  # type: ignore[no-untyped-call]
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
+
+    def _check_complete(self, batch: PersiaTrainingBatch) -> None:
+        """FailedPreconditionError: a slot's rows are in a dense model that the context does not have.
+
+        Without it the slot would be empty, which `torch.cat` leaves out, or what the servers have of it.
+        """
+        dense_slots = () if self._slots is None else self._slots.dense_slots
+        looked_up = {name for name, _ in batch.leaves if name not in dense_slots}
+        missing = [name for name in batch.names if name not in looked_up | batch.dense_ids.keys()]
+        if missing:
+            raise FailedPreconditionError(
+                f"the rows of {', '.join(missing)} are in the dense model, and the context has none with "
+                "them: make it with model= and the model that was trained, or served"
+            )
+
+    def _require_dense_slots(self) -> DenseSlots:
+        if self._dense_slots is None:
+            raise FailedPreconditionError(
+                "the rows of slots in the dense model are the model's: make the context with model="
+            )
+        return self._dense_slots
 
     def _arranged(
         self, batch: PersiaTrainingBatch, dense_tensors: list[torch.Tensor], embeddings: list[torch.Tensor]
@@ -202,7 +234,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         return self.runtime.backend.sizes()
 
     def clear_embeddings(self) -> None:
-        """Removes all rows from all servers."""
+        """Removes all rows from all servers. Slots in the dense model keep theirs."""
         self.runtime.backend.clear()
 
     def set_embedding(self, slot: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
@@ -210,7 +242,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
 
         Slots of one feature group share rows. Optimizer states begin anew; rows beyond the servers' capacity
         evict others. The servers must be configured: call it inside a TrainCtx. Raises InvalidArgumentError
-        for another shape, or values that are not finite.
+        for another shape, or values that are not finite. Rows of a slot in the dense model are set on this
+        rank alone: call it on all ranks.
         """
         self._slots = self._slots or read_slots(None)
         if self._slots is None:
@@ -218,7 +251,10 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
                 "set_embedding needs the job's slots: pass slots=... to the context, or set "
                 "PERSIA_EMBEDDING_CONFIG"
             )
-        self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
+        if slot in self._slots.dense_slots:
+            self._require_dense_slots().set_rows(self._slots, slot, ids, rows)
+        else:
+            self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:
         """Refused here: evaluation must not change what is being trained."""

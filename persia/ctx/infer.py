@@ -13,6 +13,7 @@ from persia import env
 from persia.ctx.base import PreprocessMode
 from persia.ctx.embedding import EmbeddingCtx
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.job.embedded import read_slots
 from persia.job.inference import InferenceBackend, wait_for_worker
 from persia.pipeline.queues import Deadline
 
@@ -31,12 +32,15 @@ class InferCtx(EmbeddingCtx):
         embedding_worker_address_list: "host:port" of each embedding worker; lookups take turns, and pass by
             a worker that does not answer. UnavailableError names them all when none does.
         args, kwargs: as for `EmbeddingCtx` after its mode: model, embedding_config, threadpool_worker_size,
-            device_id.
+            device_id. Needs the model if slots are placed in it: workers have no rows of them. A context
+            without it refuses their batches if it knows the slots, by `slots` or PERSIA_EMBEDDING_CONFIG.
     """
 
     def __init__(self, embedding_worker_address_list: Sequence[str], *args: Any, **kwargs: Any) -> None:
         self._addresses = _checked_addresses(embedding_worker_address_list)
         super().__init__(PreprocessMode.INFERENCE, *args, backend=InferenceBackend(self._addresses), **kwargs)
+        if self._dense_slots is None:
+            self._slots = self._slots or read_slots(None)
 
     def wait_for_serving(self, timeout_s: float | None = None) -> None:
         """Returns once every embedding worker, and through it every parameter server, answers.

@@ -82,14 +82,14 @@ def is_of(signature: Signature, batch: PersiaTrainingBatch) -> bool:
 
 
 def _names(batch: PersiaTrainingBatch) -> tuple[list[str], list[str]]:
-    return [name for name, _ in batch.leaves], [name for name, _ in batch.dense.features]
+    return list(batch.names), [name for name, _ in batch.dense.features]
 
 
 def _signature_of(batch: PersiaTrainingBatch, embeddings: _Tensors) -> Signature:
     ids = [
         # A raw slot's tensor is [batch, sample_fixed_size, dim + 1].
         IdInput(name=name, shape=tuple(tensor.shape[1:]), raw=tensor.ndim == 3)
-        for (name, _), tensor in zip(batch.leaves, embeddings, strict=True)
+        for name, tensor in zip(batch.names, embeddings, strict=True)
     ]
     dense = [
         DenseInput(name=name, dtype=array.dtype.name, shape=array.shape[1:])

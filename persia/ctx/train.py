@@ -112,6 +112,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self._consistency = Consistency.of(consistency)
         self._on_lost_rows = _lost_rows_rule(on_lost_rows, recovery)
         self._precision = Precision.of(mixed_precision, checked_device(device_id))
+        self.embedding_optimizer, self.dense_optimizer = embedding_optimizer, dense_optimizer
         super().__init__(
             PreprocessMode.TRAIN,
             model,
@@ -122,7 +123,6 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             global_config=global_config,
             backend=backend,
         )
-        self.embedding_optimizer, self.dense_optimizer = embedding_optimizer, dense_optimizer
         self._has_forwarded = self._in_backward = False  # forwarded: a batch that was made for training
         self._has_backward = False  # was called
         self._inputs = TrainedInputs(self.world_size)
@@ -204,6 +204,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self.embedding_config = embedding_config
         config = self.embedding_optimizer.train_config(embedding_config)
         self.runtime.backend.configure(config, replace=True)
+        # The published way to give the initial values: inside the context, before the first batch.
+        if self._dense_slots is not None and self._dense_slots.is_initial and self.step == 0:
+            self._begin_rows(self._dense_slots)
 
     def register_embedding_optimizer(self, embedding_optimizer: Optimizer) -> None:
         """Replaces the embedding optimizer of all servers during training."""

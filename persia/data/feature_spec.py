@@ -168,7 +168,12 @@ class FeatureSpec:
             if len(self.categorical) > 255
             else {}
         )
-        return {**bits, "slots_config": {name: {"dim": dim} for name in self.categorical}}
+        slots: dict[str, dict[str, int]] = {name: {"dim": dim} for name in self.categorical}
+        for name, slot in slots.items():
+            cardinality = self.features[name].cardinality
+            if cardinality is not None:
+                slot["cardinality"] = cardinality
+        return {**bits, "slots_config": slots}
 
 
 class _Reader:

@@ -39,7 +39,15 @@ from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.prefetch import Prefetcher
 from persia.pipeline.receive import LOADER_REMEDY, StreamReceiver
 from persia.pipeline.source import BatchSource, PendingBatch, pending_from
-from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate, lookup_stages, mode_names
+from persia.pipeline.staleness import (
+    Consistency,
+    LookupStage,
+    Mode,
+    StalenessGate,
+    lookup_stages,
+    mode_names,
+    served_slots,
+)
 from persia.waiting import Attempts
 
 _CLOSE_DEADLINE_S = 10.0  # a prefetcher's threads end as soon as the call they are in returns
@@ -295,9 +303,12 @@ class BatchPipeline:
         self, stages: list[LookupStage], device: torch.device | None, *, ahead: bool
     ) -> LookupService:
         first, in_step = first_slots(stages, ahead=ahead), slots_in_step(stages)
-        lane = lane_of(device)
+        dense_slots = self.runtime.dense_slots
         return LookupService(
-            self.backend, self.reaper, self.counters, device, self.training, first, in_step, lane
+            *(self.backend, self.reaper, self.counters, device, self.training, first, in_step),
+            lane_of(device),
+            served_slots(self.backend.slot_modes),
+            None if dense_slots is None else dense_slots.reader,
         )
 
     def _give_up_superseded(self, pending: PendingBatch) -> None:

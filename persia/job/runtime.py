@@ -27,6 +27,7 @@ from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import ClusterBackend, EmbeddingBackend
 from persia.security.secret import TRAINER
+from persia.storage.dense_slots import DenseSlots
 from persia.storage.schema import RowSchema
 from persia.storage.signature import Signature
 from persia.tiers.server_tier import ServerTier
@@ -61,6 +62,7 @@ class JobRuntime:
         self.embedded = embedded
         self.packets: PacketWriter | None = None
         self.signature: Signature | None = None  # of the model that is trained here, or was loaded
+        self.dense_slots: DenseSlots | None = None  # of the outermost context's model
         self.checkpoints = Checkpoints(self._find_peers, deadline_s=env.get_deadline_s())
         self.share: ServerShare | None = None  # the store in this process
         self._peers: list[Peer] = []

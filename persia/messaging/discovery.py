@@ -53,7 +53,7 @@ def _read_incarnation(value: object) -> int:
 _Incarnation = Annotated[
     int, BeforeValidator(_read_incarnation), PlainSerializer(lambda value: f"{value:016x}")
 ]
-_SlotMode = Annotated[str, Field(pattern="^(synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
+_SlotMode = Annotated[str, Field(pattern="^(dense|synchronous|asynchronous|hybrid [1-9][0-9]{0,9})?$")]
 
 # (replaced, successor) by incarnation, of those that this process has told of: servers are asked repeatedly.
 _REPORTED: set[tuple[int, int]] = set()

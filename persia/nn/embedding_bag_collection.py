@@ -24,7 +24,7 @@ from persia.config import CheckpointingConfig, SlotConfig, SlotsConfig
 from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import checked_integer, type_name
 from persia.embedding.optim import Optimizer
-from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError, InvalidTypeError
 from persia.job.runtime import local_share
 from persia.logger import get_logger
 
@@ -108,6 +108,11 @@ class EmbeddingBagCollection(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.slots_config = slots if isinstance(slots, SlotsConfig) else _slots_config(slots)
+        if names := ", ".join(self.slots_config.dense_slots):
+            raise ConfigError(
+                f"slots places {names} in the dense model, which an EmbeddingBagCollection is: it has all of "
+                "its rows in this process; leave placement and dense_placement_threshold out"
+            )
         self.embedding_config = embedding_config or EmbeddingConfig()
         self._num_threads = _num_threads(num_threads)
         self._bags = engine or _native.EmbeddingBags(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from persia.nn.exported import KeyedRows, exported_slots
 from persia.nn.exported_features import ByName, ByPosition, ExportedFeature, ExportedFeatures, ExportedJob
 from persia.rows.reader import RowReader
 from persia.storage.dense import takes_names, unwrap
+from persia.storage.dense_slots import DenseSlots
 from persia.storage.schema import RowSchema
 from persia.storage.signature import IdInput, Signature
 
@@ -32,6 +33,7 @@ _logger = get_logger(__name__)
 _BYTES_OF_A_KEY = 8
 
 _OnBytes = Callable[[int], None]
+_Rows = tuple[NDArray[np.int64], NDArray[np.float32]]  # keys, and a row for each
 
 
 def export_checkpoint(
@@ -62,11 +64,18 @@ def export_checkpoint(
             "persia, and dump it again"
         )
     features = _features(reader, signature, slots)
-    bits = slots.feature_index_prefix_bit
+    bits, dense = slots.feature_index_prefix_bit, DenseSlots.find(model)
     groups: dict[int, set[int]] = {}
-    for feature in features:
-        groups.setdefault(feature.slot.dim, set()).add(_group(feature.slot.prefix, bits))
-    tables = _Tables(groups, bits, max_bytes).read(reader, on_bytes)
+    given: dict[int, list[_Rows]] = {}
+    for name, feature in zip([feature.name for feature in signature.ids], features, strict=True):
+        wanted = groups.setdefault(feature.slot.dim, set())
+        if dense is None or name not in dense.tables:
+            wanted.add(_group(feature.slot.prefix, bits))
+            continue
+        rows = dense.rows(name).detach().float().cpu().numpy()
+        signs = np.arange(len(rows), dtype=np.int64) + feature.slot.prefix
+        given.setdefault(feature.slot.dim, []).append((signs, rows))
+    tables = _Tables(groups, bits, max_bytes).read(reader, given, on_bytes)
     caller: torch.nn.Module = ByPosition(model)
     if takes_names(model):
         caller = ByName(model, [f.name for f in signature.dense], [f.name for f in signature.ids])
@@ -106,9 +115,13 @@ class _Tables:
         self._max_bytes = max_bytes
         self._num_bytes = 0
 
-    def read(self, reader: RowReader, on_bytes: _OnBytes) -> dict[int, KeyedRows]:
-        """Every wanted row once, its key first."""
-        signs: dict[int, list[NDArray[np.int64]]] = {dim: [] for dim in self._groups}
+    def read(
+        self, reader: RowReader, given: Mapping[int, list[_Rows]], on_bytes: _OnBytes
+    ) -> dict[int, KeyedRows]:
+        """Every wanted row once, its key first. `given`: those of the dense model, by dim."""
+        signs = {dim: [keys for keys, _ in given.get(dim, ())] for dim in self._groups}
+        for dim, blocks in given.items():
+            self._take(sum(len(keys) for keys, _ in blocks), dim)
         for block in reader.blocks(on_bytes=on_bytes):
             if block.dim in signs:
                 kept = block.signs[self._is_wanted(block.dim, block.signs)]
@@ -119,6 +132,8 @@ class _Tables:
             keys = np.sort(np.concatenate([np.zeros(0, np.int64), *signs.pop(dim)]))
             # One row more: zeros, for keys that are missing.
             tables[dim] = KeyedRows(torch.from_numpy(keys), torch.zeros(len(keys) + 1, dim), is_padded=True)
+            for its_keys, rows in given.get(dim, ()):
+                tables[dim].rows.numpy()[np.searchsorted(keys, its_keys)] = rows
         for block in reader.blocks(on_bytes=on_bytes):
             if block.dim in tables:
                 wanted = self._is_wanted(block.dim, block.signs)

@@ -27,22 +27,17 @@ from persia._native import (
     TrainConfig,
 )
 from persia.config import SlotsConfig
-from persia.errors import (
-    InvalidArgumentError,
-    InvalidTypeError,
-    NotFoundError,
-    PersiaError,
-    UnavailableError,
-)
+from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, is_down
 from persia.pipeline.queues import Deadline
-from persia.pipeline.staleness import ALL_SLOTS
+from persia.pipeline.slot_rows import checked_rows, slot_signs
+from persia.pipeline.staleness import ALL_SLOTS, served_slots
 
-__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients", "slot_signs"]
+__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
@@ -66,12 +61,17 @@ class EmbeddingBackend:
     """
 
     def __init__(
-        self, client: EmbeddingClient, *, deadline_s: float, slot_modes: tuple[str, ...] = ("",)
+        self,
+        client: EmbeddingClient,
+        *,
+        deadline_s: float,
+        slot_modes: tuple[str, ...] = ("",),
+        schema: str = "",
     ) -> None:
-        """`slot_modes`: the modes of slots (`SlotConfig.mode`), by the number of their bit in a lookup."""
+        """`slot_modes`: by the number of their bit in a lookup. `schema`: hash of the slots, or ""."""
         self._client = client
         self._deadline_s = deadline_s
-        self.slot_modes = slot_modes
+        self.slot_modes, self.schema = slot_modes, schema
         # Not locked: two lookups that pick the same worker by a race are only a little less balanced.
         self._num_direct_lookups = 0
 
@@ -149,13 +149,7 @@ class EmbeddingBackend:
         self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
     ) -> None:
         """Writes rows [n, dim] of `ids` [n] of a slot. InvalidArgumentError: another shape."""
-        signs = slot_signs(slots, name, ids)
-        dim = slots.slots_config[name].dim
-        if not isinstance(rows, np.ndarray) or rows.shape != (len(ids), dim):
-            what = list(rows.shape) if isinstance(rows, np.ndarray) else type(rows).__name__
-            raise InvalidArgumentError(f"rows of slot {name} are {what}: pass float32 [{len(ids)}, {dim}]")
-        # Converted once, so that blocks are views and each is copied into its message only.
-        values = np.ascontiguousarray(rows, np.float32)
+        signs, values = slot_signs(slots, name, ids), checked_rows(slots, name, ids, rows)
         for begin in range(0, len(signs), _ROWS_AT_A_TIME):
             block = slice(begin, begin + _ROWS_AT_A_TIME)
             self.set_embeddings(signs[block], values[block])
@@ -211,11 +205,8 @@ class ClusterBackend(EmbeddingBackend):
         except BaseException:
             self._watch.close()
             raise
-        super().__init__(
-            self._remote,
-            deadline_s=deadline_s,
-            slot_modes=workers[0].slot_modes,
-        )
+        modes, schema = workers[0].slot_modes, workers[0].schema
+        super().__init__(self._remote, deadline_s=deadline_s, slot_modes=modes, schema=schema)
         self._monitor = CallMonitor(self._drop_dead_workers)
 
     @property
@@ -318,6 +309,7 @@ class ClusterBackend(EmbeddingBackend):
             id_features,
             requires_grad=True,
             timeout_s=self._deadline_s,
+            slots=served_slots(self.slot_modes),
             original=original,
         )
         return self._call_any(call).reference
@@ -471,27 +463,3 @@ def _down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
         return [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
     finally:
         pool.close()
-
-
-def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The signs uint64 [n] of `ids` uint64 [n] in the slot `name`: `id mod (2^(64-bits) - 1) + prefix`.
-
-    Raises NotFoundError for an unknown slot, InvalidArgumentError for one with a hash stack, whose IDs share
-    rows, and InvalidTypeError for another dtype than uint64.
-    """
-    slot = slots.slots_config.get(name)
-    if slot is None:
-        raise NotFoundError(f"there is no slot {name!r}: the slots are {', '.join(slots.slots_config)}")
-    if slot.hash_stack is not None:
-        raise InvalidArgumentError(
-            f"slot {name} has a hash stack: several IDs share a row, which has no single owner to set it"
-        )
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
-        what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
-        raise InvalidTypeError(f"ids of slot {name} are {what}: pass a numpy array of uint64 [n]")
-    # The modulus is 2^bits - 1 and not 2^bits, as in the native worker: an ID keeps the influence of all its
-    # bits, and both must compute the same sign or the rows written here are never found.
-    num_id_bits = 64 - slots.feature_index_prefix_bit
-    prefix = np.uint64(slots.group_numbers()[name] << num_id_bits)
-    signs: NDArray[np.uint64] = ids % np.uint64(2**num_id_bits - 1) + prefix
-    return signs

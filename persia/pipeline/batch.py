@@ -12,7 +12,7 @@ rows [num_rows, dim], so that autograd sums the gradient over the places a row i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ from persia.embedding.dense_codec import DenseSection
 from persia.errors import FailedPreconditionError
 from persia.observability.phases import LOOKUP_IN_STEP, NO_BATCH
 from persia.pipeline.backend import SlotGradient
+from persia.pipeline.dense_ids import DenseIds
 from persia.pipeline.device_batch import DeviceBatch, Lane, OutgoingGradients
 
 if TYPE_CHECKING:
@@ -51,8 +52,13 @@ class PersiaTrainingBatch:
     # Set by LookupService.look_up (lookup.py): looks up the synchronous slots, which must see the updates of
     # the preceding step. Called by `look_up_synchronous`.
     find_synchronous: Callable[[], LookupResult] | None = None
+    # Of slots in the dense model, which are absent from the lookups.
+    dense_ids: Mapping[str, DenseIds] = dataclasses.field(default_factory=dict)
+    # Not empty: a backward pass has reached the embeddings of a batch that has only such slots, so no leaf.
+    reached: set[bool] = dataclasses.field(default_factory=set)
     # The leaves whose gradients `backward` returns; created with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)  # of the embedding tensors
     _consumed: set[str] = dataclasses.field(default_factory=set)
 
     @property
@@ -105,9 +111,10 @@ class PersiaTrainingBatch:
         return self._tensors(self.dense.features)
 
     def consume_all_id_type_feature_embedding_tensors(self) -> list[torch.Tensor]:
-        """The embeddings in the order of the batch's features; shapes: see this module.
+        """The embeddings in the order of the batch's features, empty for slots in the dense model.
 
-        Looks up synchronous slots, unless `look_up_synchronous` has: raises what goes wrong with that.
+        Shapes: see this module. Looks up synchronous slots, unless `look_up_synchronous` has: raises what
+        goes wrong with that.
         """
         self.look_up_synchronous()
         self._consume("ID type feature embeddings")
@@ -118,7 +125,7 @@ class PersiaTrainingBatch:
             made = embedding_tensors(
                 self.result, self.deferred, device=self.device, requires_grad=requires_grad
             )
-        self.leaves = made.leaves
+        self.leaves, self.names = made.leaves, made.names
         return made.tensors
 
     def consume_all_label_tensors(self) -> list[torch.Tensor]:
@@ -131,7 +138,8 @@ class PersiaTrainingBatch:
     def gradients(self, scale: float) -> BatchGradients:
         """Of the leaves. `scale`: which they still have."""
         if self.on_device is not None:
-            return self.on_device.gradients(self.leaves, scale)
+            leaves = dict(self.leaves)
+            return self.on_device.gradients([(name, leaves.get(name)) for name in self.names], scale)
         return leaf_gradients(self.leaves)
 
     def consume_all_meta_data(self) -> bytes | None:
@@ -154,10 +162,14 @@ class PersiaTrainingBatch:
 
 @dataclasses.dataclass
 class EmbeddingTensors:
-    """`tensors` go to the model, in the order of the batch's features; `leaves` are (slot name, leaf)."""
+    """`tensors` go to the model, in the order of the batch's features; `leaves` are (slot name, leaf).
 
-    tensors: list[torch.Tensor]
-    leaves: list[tuple[str, torch.Tensor]]
+    A slot that was not looked up has an empty tensor and no leaf.
+    """
+
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
+    names: list[str] = dataclasses.field(default_factory=list)
 
 
 def embedding_tensors(
@@ -179,7 +191,9 @@ def embedding_tensors(
     return _embedding_tensors(
         (
             slot.name,
-            to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad),
+            None
+            if slot.absent
+            else to_device(torch.from_numpy(slot.rows), device).requires_grad_(requires_grad),
             None if (index := slot.index) is None else to_device(torch.from_numpy(index), device),
         )
         for slot in slots
@@ -187,11 +201,15 @@ def embedding_tensors(
 
 
 def _embedding_tensors(
-    slots: Iterable[tuple[str, torch.Tensor, torch.Tensor | None]],
+    slots: Iterable[tuple[str, torch.Tensor | None, torch.Tensor | None]],
 ) -> EmbeddingTensors:
     """`slots`: (name, leaf, index of a raw slot)."""
-    made = EmbeddingTensors([], [])
+    made = EmbeddingTensors()
     for name, leaf, index in slots:
+        made.names.append(name)
+        if leaf is None:
+            made.tensors.append(torch.empty(0))
+            continue
         made.leaves.append((name, leaf))
         made.tensors.append(leaf if index is None else _expand_raw(leaf, index))
     return made

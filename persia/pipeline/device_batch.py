@@ -27,7 +27,7 @@ from persia.pipeline.backend import SlotGradient
 
 _ALIGNMENT = 64  # of arrays in a pack, as in native/src/worker/device_pack.cc
 
-Leaves = Sequence[tuple[str, torch.Tensor]]
+Leaves = Sequence[tuple[str, torch.Tensor | None]]  # None: not looked up
 
 
 class Sent:
@@ -261,8 +261,10 @@ class DeviceBatch:
         return [array.clone() for array in pack.arrays[which]]
 
     @torch.no_grad()
-    def embeddings(self, *, requires_grad: bool) -> list[tuple[str, torch.Tensor, torch.Tensor | None]]:
-        """(slot, leaf, index of a raw slot), in the order of the batch's features."""
+    def embeddings(
+        self, *, requires_grad: bool
+    ) -> list[tuple[str, torch.Tensor | None, torch.Tensor | None]]:
+        """(slot, leaf, index of a raw slot), in the order of the batch's features; None: not looked up."""
         found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for pack in self._packs:
             self._lane.receive(pack.sent)
@@ -270,11 +272,9 @@ class DeviceBatch:
                 pooled = block.pool()
                 found |= {i: (bags, None) for i, bags in zip(block.slots, pooled, strict=True)}
             found |= {other.position: (other.rows, other.row_numbers) for other in pack.others}
-        names = self._packs[0].names
-        return [
-            (names[i], leaf.requires_grad_(requires_grad), index)
-            for i, (leaf, index) in sorted(found.items())
-        ]
+        for leaf, _ in found.values():
+            leaf.requires_grad_(requires_grad)
+        return [(name, *found.get(i, (None, None))) for i, name in enumerate(self._packs[0].names)]
 
     def gradients(self, leaves: Leaves, scale: float) -> OutgoingGradients:
         """Of the backward pass that this thread has started. `scale`: which they still have."""
@@ -288,19 +288,20 @@ class OutgoingGradients:
     def __init__(self, lane: Lane, packs: Sequence[_Pack], leaves: Leaves, scale: float) -> None:
         self._lane = lane
         self._names = [name for name, _ in leaves]
+        self._absent = {name for name, leaf in leaves if leaf is None}
         # In float32, as the native sums: the quotient of float64 may round otherwise.
         self._inverse_scale = float(np.float32(1.0) / np.float32(scale))
-        gradients = [leaf.grad for _, leaf in leaves]
+        gradients = [None if leaf is None else leaf.grad for _, leaf in leaves]
         self._present = {i for i, gradient in enumerate(gradients) if gradient is not None}
         blocks = [block for pack in packs for block in pack.blocks]
         self._blocks = [block for block in blocks if self._present.intersection(block.slots)]
         self._alone = sorted(self._present.difference(*(block.slots for block in blocks)))
-        self._shapes = [leaves[i][1].shape for i in self._alone]
+        alone = [gradient for i in self._alone if (gradient := gradients[i]) is not None]
+        self._shapes = [gradient.shape for gradient in alone]
         # Copies, made before the loop does more: a hook may return the same buffer for each batch, and a CUDA
         # graph writes its gradients to the same memory. Not the leaves: their values end with the batch.
         self._copies = [block.join(gradients) for block in self._blocks]
-        if self._alone:
-            alone = [gradient for i in self._alone if (gradient := gradients[i]) is not None]
+        if alone:
             self._copies.append(torch.cat([gradient.reshape(-1) for gradient in alone]))
         self._memory = [pack.sent.memory for pack in packs]
         self._mark = lane.mark()
@@ -310,7 +311,7 @@ class OutgoingGradients:
         """(slot, its gradient) of each leaf, on the host. Waits for the device. Called once."""
         taken: list[SlotGradient] = [None] * len(self._names)
         if not self._present:
-            return list(zip(self._names, taken, strict=True))
+            return self._of_slots(taken)
         with self._lane.behind(self._mark, [*self._copies, *self._memory]):
             pieces: list[torch.Tensor] = []
             for block, bags in zip(self._blocks, self._copies, strict=False):
@@ -334,7 +335,11 @@ class OutgoingGradients:
             taken[i] = array
         # Memory of the device, while the servers are waited for.
         self._blocks, self._copies, self._memory = [], [], []
-        return list(zip(self._names, taken, strict=True))
+        return self._of_slots(taken)
+
+    def _of_slots(self, taken: list[SlotGradient]) -> list[tuple[str, SlotGradient]]:
+        pairs = zip(self._names, taken, strict=True)
+        return [pair for pair in pairs if pair[0] not in self._absent]
 
 
 def _split(values: NDArray[np.float32], shapes: Sequence[torch.Size]) -> list[NDArray[np.float32]]:

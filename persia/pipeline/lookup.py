@@ -31,6 +31,7 @@ from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters
+from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import Lane
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
@@ -174,12 +175,10 @@ def first_slots(stages: Sequence[LookupStage], *, ahead: bool) -> int:
     if ahead:
         # The other stages wait for permits of their own, on the threads of the prefetcher.
         return stages[0].slots
-    if slots_in_step(stages) is None:
-        return ALL_SLOTS
     together = 0
     # A batch that is looked up on demand is not ahead of any update, so stages with bounds need no permits
     # and can share one call.
-    for stage in stages[:-1]:
+    for stage in stages if slots_in_step(stages) is None else stages[:-1]:
         together |= stage.slots
     return together
 
@@ -196,6 +195,8 @@ class LookupService:
     first: int = ALL_SLOTS  # of a training batch's first lookup
     in_step: int | None = None  # of the lookup in its training step
     lane: Lane | None = None  # to the device; None: batches stay on the host
+    served: int = ALL_SLOTS  # those on servers, of an evaluation's lookup
+    dense_ids: DenseIdReader | None = None  # of slots in the dense model
 
     @property
     def _form(self) -> dict[str, Any]:
@@ -206,9 +207,10 @@ class LookupService:
         """Ends by the backend's deadline; on an error the permit is released, the error names the batch."""
         requires_grad = self.training and pending.requires_grad
         # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
-        slots = self.first if requires_grad else ALL_SLOTS
+        slots = self.first if requires_grad else self.served
         try:
             dense = decode_dense(pending.dense)
+            dense_ids = {} if self.dense_ids is None else self.dense_ids.read(pending.id_features)
             # The native client tags its spans with this thread-local number, which connects them to those of
             # Python.
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
@@ -234,6 +236,7 @@ class LookupService:
             raise with_batch_id(failure, "the lookup", pending.batch_id) from failure
         lease = BatchLease(pending.batch_id, result.reference, release_permit) if requires_grad else None
         batch = PersiaTrainingBatch(pending.batch_id, requires_grad, self.device, dense, result, lease)
+        batch.dense_ids = dense_ids
         if self.lane is not None:
             self._send(batch, self.lane, release_permit)
         batch.ready_ns = time.monotonic_ns()

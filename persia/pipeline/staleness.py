@@ -12,6 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
+from persia.config.slots_config import DENSE_MODE
 from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
@@ -96,13 +97,24 @@ def lookup_stages(job: Mode, slot_modes: Sequence[str]) -> list[LookupStage]:
     slots: dict[float, int] = {}
     modes: dict[float, Mode] = {}
     for position, text in enumerate(slot_modes):
+        if text == DENSE_MODE:
+            continue
         mode = Mode.parse(text) if text else job
         slots[mode._looseness] = slots.get(mode._looseness, 0) | 1 << position
         modes.setdefault(mode._looseness, mode)
     # Without a mask of slots, the request is that of a job without modes.
-    if len(slots) == 1:
-        return [LookupStage(mode) for mode in modes.values()]
+    if len(slots) <= 1:
+        mode = next(iter(modes.values()), job)
+        return [LookupStage(mode, served_slots(slot_modes))]
     return [LookupStage(modes[key], slots[key]) for key in sorted(slots, reverse=True)]
+
+
+def served_slots(slot_modes: Sequence[str]) -> int:
+    """The slots of a lookup of all that are on parameter servers."""
+    if DENSE_MODE not in slot_modes:
+        return ALL_SLOTS
+    mask = sum(1 << position for position, text in enumerate(slot_modes) if text != DENSE_MODE)
+    return mask or 1 << len(slot_modes)  # a mode that no slot has: 0 would be all
 
 
 def mode_names(job: Consistency, slot_modes: Sequence[str], slots: int) -> list[str]:
@@ -110,7 +122,7 @@ def mode_names(job: Consistency, slot_modes: Sequence[str], slots: int) -> list[
 
     Several, where slots share a bound and so a lookup: one of their own with the job's, for example.
     """
-    texts = [text for position, text in enumerate(slot_modes) if slots >> position & 1]
+    texts = [t for position, t in enumerate(slot_modes) if slots >> position & 1 and t != DENSE_MODE]
     return list(dict.fromkeys(text or job.value for text in texts)) or [job.value]
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from persia import _native
 from persia._native import LookupResult
 from persia.checkpoint.checkpoints import Source
 from persia.config import SlotsConfig
@@ -23,11 +24,13 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.packets.follower import FollowOptions
-from persia.pipeline.batch import embedding_tensors, to_device
+from persia.pipeline.batch import EmbeddingTensors, embedding_tensors, to_device
+from persia.pipeline.dense_ids import DenseIds
 from persia.serving.embeddings import EmbeddedRows, EmbeddingSource
 from persia.serving.gate import Gate
 from persia.serving.scripts import load_script
 from persia.storage.dense import named, takes_names
+from persia.storage.dense_slots import DenseSlots
 from persia.storage.location import Location
 from persia.storage.manifest import Manifest
 from persia.storage.signature import Signature, arranged, require_finite
@@ -61,6 +64,7 @@ class Predictor:
         self.signature = signature
         self._device = device
         self._model = model.to(device or "cpu").eval()
+        self._dense_slots = DenseSlots.find(model)
         self._takes_names = takes_names(model)
         self._allow_nonfinite = allow_nonfinite
 
@@ -80,20 +84,38 @@ class Predictor:
         if not self._allow_nonfinite:
             for feature in batch.non_id_type_features:
                 require_finite(feature.name, feature.data)
+        self._dense_ids(batch)  # before requests are merged: a wrong ID must fail its own
         return batch
 
-    def look_up(self, batch: PersiaBatch) -> LookupResult:
-        """The first half of `predict`: the rows as they are now, which later changes do not touch."""
-        return self.embeddings.lookup(batch.encode_id_features())
+    def _dense_ids(self, batch: PersiaBatch) -> dict[str, DenseIds]:
+        """Of slots in the dense model. InvalidArgumentError: an ID beyond its slot."""
+        if self._dense_slots is None:
+            return {}
+        features = ((f.name, f.ids, f.offsets, f.weights) for f in batch.id_type_features)
+        return self._dense_slots.reader.convert(features)
 
-    def compute(self, batch: PersiaBatch, result: LookupResult) -> list[NDArray[Any]]:
+    def look_up(self, batch: PersiaBatch, source: EmbeddingSource | None = None) -> LookupResult | None:
+        """The first half of `predict`: the rows as they are now, which later changes do not touch.
+
+        `source`: of other rows than the predictor's. None: all slots are in the dense model.
+        """
+        dense = {} if self._dense_slots is None else self._dense_slots.tables
+        features = [f for f in batch.id_type_features if f.name not in dense]
+        if not features:
+            return None
+        message = _native.encode_id_features(
+            batch.batch_size, [(f.name, f.ids, f.offsets, f.weights) for f in features]
+        )
+        return (source or self.embeddings).lookup(message)
+
+    def compute(self, batch: PersiaBatch, result: LookupResult | None) -> list[NDArray[Any]]:
         """The second half of `predict`, with what `look_up` has given for a `checked` batch."""
         # Copied: the arrays are views of an immutable message, and a model may work in place.
         dense = [
             to_device(torch.from_numpy(np.array(feature.data)), self._device)
             for feature in batch.non_id_type_features
         ]
-        rows = embedding_tensors(result, device=self._device, requires_grad=False).tensors
+        rows = self._embeddings(batch, result)
         inputs: tuple[Any, Any] = (dense, rows)
         if self._takes_names:
             inputs = (
@@ -112,6 +134,18 @@ class Predictor:
                 f"{str(failure).strip().splitlines()[-1]}"
             ) from failure
         return _arrays(outputs, batch.batch_size)
+
+    def _embeddings(self, batch: PersiaBatch, result: LookupResult | None) -> list[torch.Tensor]:
+        found = EmbeddingTensors()
+        if result is not None:
+            found = embedding_tensors(result, device=self._device, requires_grad=False)
+        if self._dense_slots is None:
+            return found.tensors
+        names = [feature.name for feature in batch.id_type_features]
+        by_name = dict(zip(found.names, found.tensors, strict=True))
+        rows = [by_name.get(name, torch.empty(0)) for name in names]
+        with torch.inference_mode():
+            return self._dense_slots.fill(names, self._dense_ids(batch), rows)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,7 +126,7 @@ class ServedModel:
         self._outputs = [(output.dtype.name, list(output.shape[1:])) for output in outputs]
         return Prediction(current.name, outputs, is_default)
 
-    def _look_up(self, predictor: Predictor, batch: PersiaBatch) -> tuple[LookupResult, bool]:
+    def _look_up(self, predictor: Predictor, batch: PersiaBatch) -> tuple[LookupResult | None, bool]:
         """The rows, and whether they are default rows."""
         try:
             rows = predictor.look_up(batch)
@@ -138,7 +138,7 @@ class ServedModel:
             self.outage = str(failure)
             with self._counting:
                 self.num_default_batches += 1
-            return self.settings.default_rows.lookup(batch.encode_id_features()), True
+            return predictor.look_up(batch, self.settings.default_rows), True
         self.outage = ""
         return rows, False
 

@@ -16,14 +16,23 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeError
 
-TorchState = torch.nn.Module | torch.optim.Optimizer
+
+class StateHolder(Protocol):
+    """An optimizer, or a part of its state."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+TorchState = torch.nn.Module | StateHolder
 
 _DDP_PREFIX = "module."
 _COMPILED_PREFIX = "_orig_mod."  # of torch.compile(model), which wraps; model.compile() does not
@@ -37,7 +46,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
-def _innermost(model: torch.nn.Module) -> torch.nn.Module:
+def innermost(model: torch.nn.Module) -> torch.nn.Module:
     """The user's model inside wrappers of DDP and `torch.compile`, in whatever order."""
     # A checkpoint may be loaded without the wrappers: its keys are those of the user's own model.
     inner: Any = model
@@ -59,7 +68,7 @@ def takes_names(model: torch.nn.Module) -> bool:
 
     TorchScript needs that annotation anyway. InvalidTypeError: one is a dict, the other is not.
     """
-    inner = _innermost(model)
+    inner = innermost(model)
     if isinstance(inner, torch.jit.ScriptModule):
         forward: Any = inner.forward
         arguments = forward.schema.arguments[1:3]
@@ -96,7 +105,7 @@ def named(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> dict[str, to
 
 def state_bytes(instance: TorchState) -> bytes:
     """`instance.state_dict()` as `torch.save` writes it; keys have no prefixes of DDP and `torch.compile`."""
-    holder = _innermost(instance) if isinstance(instance, torch.nn.Module) else instance
+    holder = innermost(instance) if isinstance(instance, torch.nn.Module) else instance
     return _saved(holder.state_dict())
 
 
@@ -132,7 +141,7 @@ def copied_state(model: torch.nn.Module) -> Callable[[], bytes]:
     """A copy of the state on the CPU, made at once; returns what makes `state_bytes` of it, on any thread."""
     state = {
         name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        for name, value in _innermost(model).state_dict().items()
+        for name, value in innermost(model).state_dict().items()
     }
     return functools.partial(_saved, state)
 
@@ -148,11 +157,11 @@ def torchscript_bytes(model: torch.nn.Module, name: str) -> bytes:
         # Deprecated by torch, but what the published checkpoints hold and TorchServe reads.
         warnings.simplefilter("ignore", DeprecationWarning)
         try:
-            scripted = torch.jit.script(_innermost(model))
+            scripted = torch.jit.script(innermost(model))
         except Exception as failure:  # torch raises many classes, most of them RuntimeError
             raise InvalidArgumentError(
                 f"{name} was not written: torch.jit.script cannot compile "
-                f"{type(_innermost(model)).__name__}; annotate "
+                f"{type(innermost(model)).__name__}; annotate "
                 "forward(self, non_id_tensors: List[torch.Tensor], "
                 f"embedding_tensors: List[torch.Tensor]), or leave with_jit_model out. It says: {failure}"
             ) from failure
@@ -160,9 +169,15 @@ def torchscript_bytes(model: torch.nn.Module, name: str) -> bytes:
     return buffer.getvalue()
 
 
-def load_state(instance: TorchState, content: bytes, what: str, map_location: Any = None) -> None:
+def load_state(
+    instance: TorchState,
+    content: bytes,
+    what: str,
+    map_location: Any = None,
+    adapt: Callable[[dict[str, Any]], dict[str, Any]] = lambda state: state,
+) -> None:
     """Takes over what `state_bytes` wrote, or torch itself, whose keys then have prefixes. Unpickles only
-    tensors.
+    tensors. `adapt` makes the state of a model one that the model can take.
 
     CorruptionError, naming `what`: the bytes are no torch file. What the state does not fit raises torch's
     own error.
@@ -173,8 +188,8 @@ def load_state(instance: TorchState, content: bytes, what: str, map_location: An
     except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as failure:
         raise CorruptionError(f"{what} is no file of tensors by torch.save: {failure}") from failure
     if isinstance(instance, torch.nn.Module):
-        instance = _innermost(instance)
-        state = _without_prefixes(state, instance.state_dict().keys())
+        instance = innermost(instance)
+        state = adapt(_without_prefixes(state, instance.state_dict().keys()))
     instance.load_state_dict(state)
 
 

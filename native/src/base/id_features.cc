@@ -109,7 +109,14 @@ Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
 // Checked before a byte is written: the loader's script gets the error, with its own names in it.
 StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   PERSIA_RETURN_IF_ERROR(CheckBatch(batch));
+  size_t size = 64;
+  for (const IdFeature& feature : batch.features) {
+    // With room for the paddings.
+    size += feature.name.size() + feature.offsets.size_bytes() + feature.ids.size_bytes() +
+            feature.weights.size_bytes() + 64;
+  }
   ByteWriter writer;
+  writer.Reserve(size);
   writer.Put(kMagic);
   // The old version where it suffices, so that workers that do not know weights take batches
   // without them.

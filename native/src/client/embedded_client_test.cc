@@ -130,10 +130,18 @@ TEST(EmbeddedClientTest, ALookupOfAllTakesThePlaceOfThoseOfSome) {
   EXPECT_EQ(report.lookups[0].slots, ~0u);
 }
 
-TEST(EmbeddedClientTest, SomeSlotsAreForTraining) {
+TEST(EmbeddedClientTest, SomeSlotsAreLookedUpForInference) {
   const auto client = MakeClientWithModes();
-  EXPECT_EQ(client->LookupDirect(0, Batch(0), false, Soon(), 1).status().code(),
-            StatusCode::kInvalidArgument);
+  ASSERT_TRUE(client->Configure(Adam(), false, Soon()).ok());
+  const auto trained = Must(client->LookupDirect(0, Batch(0), true, Soon()));
+  const auto some = Must(client->LookupDirect(0, Batch(0), false, Soon(), 1));
+  EXPECT_EQ(some.reference.reference, 0u);
+  ASSERT_EQ(some.slots.size(), trained.slots.size());
+  for (size_t i = 0; i < some.slots.size(); ++i) {
+    EXPECT_EQ(some.slots[i].absent, i == 0 || i == 2);
+    if (some.slots[i].absent) continue;
+    EXPECT_EQ(RowsOf(some.slots[i]), RowsOf(trained.slots[i]));
+  }
 }
 
 TEST(EmbeddedClientTest, TrainingNeedsAConfiguration) {

@@ -52,6 +52,21 @@ void NoteLookup(SlotMask slots, std::span<const ServerRows> answers,
   for (const ServerRows& answer : answers) lookup.stamps.push_back(answer.stamp);
 }
 
+// The slots that were looked up. The rank has the rows of others, and updates them.
+SlotMask LookedUp(std::span<const SlotsLookup> lookups) {
+  SlotMask slots = 0;
+  for (const SlotsLookup& lookup : lookups) slots |= lookup.slots;
+  return slots;
+}
+
+uint64_t CountSignsOf(const LookupPlan& plan, SlotMask slots) {
+  uint64_t num_signs = 0;
+  for (const PlannedGroup& group : plan.groups) {
+    if (Includes(slots, group.mode)) num_signs += group.num_signs;
+  }
+  return num_signs;
+}
+
 // Joins the servers' answers to one update. The staleness of a server's answer counts from the
 // batch's first lookup there; that of a later lookup counts from its own stamp.
 ReturnReport MakeReport(std::span<const UpdateResult> results,
@@ -75,12 +90,6 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
     }
   }
   return report;
-}
-
-Status CheckSlots(SlotMask slots, bool requires_grad) {
-  if (slots == kAllSlots || requires_grad) return Status::Ok();
-  return InvalidArgument(
-      "some slots of a batch alone are looked up for training only: set requires_grad");
 }
 
 // Routes the batch to so many servers, if it is routed to another number of them. What was looked
@@ -225,7 +234,6 @@ StatusOr<uint64_t> EmbeddingWorker::Add(uint32_t loader_index,
 
 StatusOr<Buffer> EmbeddingWorker::Lookup(const BatchKey& key, bool requires_grad, Deadline deadline,
                                          SlotMask slots, EmbeddingsForm form) {
-  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.Acquire(key.reference, deadline));
   if (requires_grad) PERSIA_RETURN_IF_ERROR(table_.StartFlight(guard));
@@ -239,7 +247,6 @@ StatusOr<Buffer> EmbeddingWorker::LookupDirect(std::span<const std::byte> id_fea
                                                bool requires_grad, Deadline deadline,
                                                SlotMask slots, EmbeddingsForm form,
                                                const BatchKey& original) {
-  PERSIA_RETURN_IF_ERROR(CheckSlots(slots, requires_grad));
   PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(id_features));
   PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
   guard->original = original;
@@ -368,6 +375,10 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(Batch& batch, float scale,
     return Update(batch, reduced, deadline);
   };
   PERSIA_ASSIGN_OR_RETURN(const std::vector<UpdateResult> results, ForPresentServers(update));
+  const SlotMask looked_up = LookedUp(batch.lookups);
+  std::erase_if(reduced.skipped_features, [&](uint32_t i) {
+    return !Includes(looked_up, batch.plan->features[i].slot->mode);
+  });
   ReturnReport report = MakeReport(results, batch.lookups);
   report.num_nonfinite_slots = static_cast<uint32_t>(reduced.nonfinite_features.size());
   report.num_skipped_slots = static_cast<uint32_t>(reduced.skipped_features.size());
@@ -396,8 +407,9 @@ void EmbeddingWorker::Count(const Batch& batch, const ReducedGradients& reduced,
                             uint64_t num_sent) {
   num_nonfinite_slots_.Add(reduced.nonfinite_features.size());
   num_skipped_slots_.Add(reduced.skipped_features.size());
-  num_gradients_.Add(batch.plan->num_signs());
-  num_gradients_left_out_.Add(batch.plan->num_signs() - num_sent);
+  const uint64_t num_signs = CountSignsOf(*batch.plan, LookedUp(batch.lookups));
+  num_gradients_.Add(num_signs);
+  num_gradients_left_out_.Add(num_signs - num_sent);
   const auto slot = [&](uint32_t feature) -> const SlotConfig& {
     return *batch.plan->features[feature].slot;
   };

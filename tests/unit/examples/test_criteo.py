@@ -11,6 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from persia.config import parse_embedding_config
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.errors import InvalidArgumentError
 from recipe import Limited, Recipe, parse
@@ -30,6 +31,13 @@ def test_limited_batches_have_the_order_of_their_epoch(tmp_path: Path) -> None:
     orders = [ids(limited.of_epoch(epoch), 16) for epoch in range(2)]
     assert orders == [ids(batches.of_epoch(epoch), 5) for epoch in range(2)]
     assert orders[0] != orders[1]
+
+
+def test_tables_up_to_the_threshold_are_dense() -> None:
+    flags = ["--synthetic_dataset_table_sizes", "10,100,101", "--embedding_dim", "8"]
+    for threshold, dense in (("807", ["cat_0.bin", "cat_1.bin"]), ("7", [])):
+        made = Recipe(parse([*flags, "--data_parallel_threshold", threshold]), 1)
+        assert list(parse_embedding_config(made.slots()).dense_slots) == dense
 
 
 def test_a_batch_is_divided_among_the_ranks_of_the_job() -> None:

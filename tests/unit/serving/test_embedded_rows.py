@@ -15,7 +15,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
-from persia.pipeline.backend import slot_signs
+from persia.pipeline.slot_rows import slot_signs
 from persia.serving.embeddings import EmbeddedRows
 from persia.storage.schema import RowSchema
 
