@@ -54,6 +54,7 @@ class Front::InferCall : public Waiting {
   void Fail(GrpcCode code, const std::string& message) override {
     if (End(code)) front_.server_.Finish(call_, code, message);
   }
+  void Deliver() override { front_.server_.Wake(); }
   // Counts it; false: it was counted already.
   bool End(GrpcCode code) {
     if (ended_.exchange(true)) return false;
@@ -119,21 +120,23 @@ bool Front::HasToken(const CallHead& head) const {
   return CRYPTO_memcmp(digest.data(), options_.token_digest->data(), digest.size()) == 0;
 }
 
-Clock::time_point Front::OnCall(CallId call, const CallHead& head) {
+std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head) {
   // Python also answers who has no token, so that refusals are worded and recorded once.
   if (head.method != kModelInfer || !HasToken(head)) {
     Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head, .message = {}});
     return Clock::time_point::max();
   }
+  const auto deadline = std::min(head.deadline.value_or(Clock::time_point::max()),
+                                 head.arrived + options_.timeout);
+  // Before its message is read, which would take longer than to refuse it.
+  if (const Status status = queue_->Admit(deadline); !status.ok()) {
+    Refuse(call, head.arrived, status);
+    return std::nullopt;
+  }
   Infer& infer = infers_[call];
   infer.head = head;
-  infer.deadline = std::min(head.deadline.value_or(Clock::time_point::max()),
-                            head.arrived + options_.timeout);
-  // Before its message is read, which would take longer than to refuse it.
-  if (const Status status = queue_->Admit(infer.deadline); !status.ok()) {
-    Refuse(call, &infer, status);
-  }
-  return infer.deadline;
+  infer.deadline = deadline;
+  return deadline;
 }
 
 void Front::OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) {
@@ -148,7 +151,8 @@ void Front::OnMessage(CallId call, std::vector<std::byte> message, bool is_compr
   Infer& infer = found->second;
   if (infer.is_refused) return;
   if (infer.message.has_value()) {
-    return Refuse(call, &infer,
+    infer.is_refused = true;
+    return Refuse(call, infer.head.arrived,
                   InvalidArgument("ModelInfer takes one message, and there are several"));
   }
   infer.message = std::move(message);
@@ -199,10 +203,8 @@ void Front::HandOver(CallId call, Infer* infer) {
   Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}, .message = {}});
 }
 
-void Front::Refuse(CallId call, Infer* infer, const Status& status) {
-  infer->is_refused = true;
-  infer->message.reset();
-  counts_->Add(infer->head.arrived, CodeOf(status));
+void Front::Refuse(CallId call, Clock::time_point arrived, const Status& status) {
+  counts_->Add(arrived, CodeOf(status));
   server_.Finish(call, CodeOf(status), status.message());
 }
 
@@ -211,7 +213,8 @@ void Front::OnLate(CallId call) {
   if (found == infers_.end()) return;
   Infer& infer = found->second;
   if (infer.submitted == nullptr) {
-    return Refuse(call, &infer,
+    infer.is_refused = true;
+    return Refuse(call, infer.head.arrived,
                   DeadlineExceeded("the request's deadline passed before its message arrived"));
   }
   infer.submitted->GiveUp();

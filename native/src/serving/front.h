@@ -71,7 +71,7 @@ class Front : private CallHandler {
     bool is_refused = false;               // and counted
   };
 
-  net::Clock::time_point OnCall(CallId call, const CallHead& head) override;
+  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override;
   void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) override;
   void OnEnd(CallId call) override;
   void OnLate(CallId call) override;
@@ -80,7 +80,7 @@ class Front : private CallHandler {
   bool HasToken(const CallHead& head) const;
   void Submit(CallId call, Infer* infer);
   void HandOver(CallId call, Infer* infer);
-  void Refuse(CallId call, Infer* infer, const Status& status);
+  void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
   void Push(CallEvent event);
 
   const FrontOptions options_;

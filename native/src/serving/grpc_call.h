@@ -31,8 +31,9 @@ class CallHandler {
  public:
   virtual ~CallHandler() = default;
 
-  // Returns when OnLate is to be called; max(): never.
-  virtual net::Clock::time_point OnCall(CallId call, const CallHead& head) = 0;
+  // Returns when OnLate is to be called; max(): never. None: the handler has refused the call, by
+  // GrpcServer::Finish, and hears no more of it.
+  virtual std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) = 0;
   virtual void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) = 0;
   // The client sends no more messages.
   virtual void OnEnd(CallId call) = 0;

@@ -14,14 +14,16 @@ namespace {
 
 using net::Clock;
 
-constexpr size_t kReadBytes = 256 << 10;
-constexpr int kMaxReads = 8;               // before other connections have their turn
+constexpr size_t kReadBytes = 64 << 10;  // that stay in a cache of the processor
+constexpr int kMaxReads = 32;              // before other connections have their turn
 constexpr size_t kMaxOutBytes = 256 << 10;  // framed before they are sent
 constexpr size_t kPrefixBytes = 5;          // of a message: whether it is compressed, its length
 constexpr size_t kFirstBytes = 64 << 10;    // that are reserved for a message before they arrive
 constexpr size_t kMaxHeaderBytes = 16 << 10;
-constexpr uint32_t kStreamWindow = 4 << 20;
-constexpr int32_t kConnectionWindow = 64 << 20;
+// What a client may send before we have looked at it. Were it more, requests would wait in buffers of
+// the system, where their deadlines are not seen.
+constexpr uint32_t kStreamWindow = 1 << 20;
+constexpr int32_t kConnectionWindow = 1 << 20;
 constexpr std::chrono::seconds kPatience{10};  // with a client that does not read or send
 
 std::string_view View(const uint8_t* bytes, size_t size) {
@@ -40,6 +42,7 @@ nghttp2_nv Header(std::string_view name, std::string_view value, uint8_t flags =
 std::string PercentEncoded(std::string_view text) {
   constexpr std::string_view kDigits = "0123456789ABCDEF";
   std::string encoded;
+  encoded.reserve(text.size());
   for (const char c : text) {
     if (c >= ' ' && c <= '~' && c != '%') {
       encoded.push_back(c);
@@ -75,6 +78,8 @@ nghttp2_option* Options() {
   static nghttp2_option* const options = [] {
     nghttp2_option* made = nullptr;
     nghttp2_option_new(&made);
+    // Clients of gRPC send `authorization: Bearer ` with an empty token, and read a reset as INTERNAL.
+    nghttp2_option_set_no_rfc9113_leading_and_trailing_ws_validation(made, 1);
 #ifdef PERSIA_NGHTTP2_LIMITS_RESETS
     // Clients of an overloaded server cancel each call whose deadline passes, so the library's own
     // limit of 33 a second would close their connections. A call costs nothing before it is read.
@@ -97,8 +102,8 @@ struct GrpcConnection::Stream {
   int32_t id = 0;
   CallId call = 0;  // 0: the handler does not know it
   CallHead head;
-  std::string http_method;
-  std::string content_type;
+  bool is_post = false;
+  bool is_grpc = false;
   size_t header_bytes = 0;
   uint32_t num_authorizations = 0;
   bool has_begun = false;  // its header fields are complete
@@ -110,8 +115,8 @@ struct GrpcConnection::Stream {
   uint64_t held_bytes = 0;
   bool has_ended = false;  // the client sends no more
 
-  std::deque<std::string> outgoing;
-  size_t outgoing_offset = 0;
+  std::string outgoing;  // framed messages, the first read_bytes of them taken
+  size_t read_bytes = 0;
   bool has_responded = false;
   bool is_deferred = false;
   bool is_finished = false;
@@ -261,9 +266,9 @@ bool GrpcConnection::TakeHeader(Stream* stream, std::string_view name, std::stri
   if (name == ":path") {
     head.method = value;
   } else if (name == ":method") {
-    stream->http_method = value;
+    stream->is_post = value == "POST";
   } else if (name == "content-type") {
-    stream->content_type = value;
+    stream->is_grpc = value.starts_with("application/grpc");
   } else if (name == "grpc-timeout") {
     if (const auto timeout = ReadTimeout(value)) head.deadline = head.arrived + *timeout;
   } else if (name == "grpc-encoding") {
@@ -288,9 +293,7 @@ int GrpcConnection::OnFrame(nghttp2_session*, const nghttp2_frame* frame, void* 
 
 void GrpcConnection::BeginCall(Stream* stream) {
   stream->has_begun = true;
-  if (stream->http_method != "POST" || !stream->content_type.starts_with("application/grpc")) {
-    return RefuseHttp(stream, "415");
-  }
+  if (!stream->is_post || !stream->is_grpc) return RefuseHttp(stream, "415");
   if (shared_.calls.size() >= shared_.options.max_calls) {
     return Finish(stream->id, GrpcCode::kResourceExhausted,
                   "as many requests as this server holds are under way (--max-queued): try again "
@@ -299,7 +302,11 @@ void GrpcConnection::BeginCall(Stream* stream) {
   stream->call = shared_.next_call++;
   shared_.calls[stream->call] = {this, stream->id};
   const auto due = shared_.handler.OnCall(stream->call, stream->head);
-  if (!stream->is_finished) stream->due = due;
+  if (!due.has_value()) {
+    shared_.calls.erase(stream->call);
+  } else if (!stream->is_finished) {
+    stream->due = *due;
+  }
 }
 
 int GrpcConnection::OnData(nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t size,
@@ -393,11 +400,11 @@ void GrpcConnection::Send(int32_t id, std::string message) {
   Stream* stream = Find(id);
   if (stream == nullptr || stream->is_finished) return;
   const auto size = static_cast<uint32_t>(message.size());
-  std::string framed;
-  framed.reserve(kPrefixBytes + message.size());
+  std::string& framed = stream->outgoing;
+  framed.reserve(framed.size() + kPrefixBytes + message.size());
   framed.push_back('\0');
   for (int shift = 24; shift >= 0; shift -= 8) framed.push_back(static_cast<char>(size >> shift));
-  stream->outgoing.push_back(framed.append(message));
+  framed.append(message);
   Respond(stream);
 }
 
@@ -405,6 +412,7 @@ void GrpcConnection::Finish(int32_t id, GrpcCode code, std::string text) {
   Stream* stream = Find(id);
   if (stream == nullptr || stream->is_finished) return;
   stream->is_finished = true;
+  if (code == GrpcCode::kResourceExhausted) ++shared_.num_refused;
   stream->code = code;
   stream->text = PercentEncoded(text);
   stream->message = {};
@@ -443,17 +451,12 @@ void GrpcConnection::RefuseHttp(Stream* stream, std::string_view status) {
 ssize_t GrpcConnection::ReadOutgoing(nghttp2_session*, int32_t, uint8_t* to, size_t size,
                                      uint32_t* flags, nghttp2_data_source* source, void* self) {
   auto& stream = *static_cast<Stream*>(source->ptr);
-  size_t num_read = 0;
-  while (num_read < size && !stream.outgoing.empty()) {
-    const std::string& next = stream.outgoing.front();
-    const size_t taken = std::min(size - num_read, next.size() - stream.outgoing_offset);
-    std::memcpy(to + num_read, next.data() + stream.outgoing_offset, taken);
-    num_read += taken;
-    stream.outgoing_offset += taken;
-    if (stream.outgoing_offset == next.size()) {
-      stream.outgoing.pop_front();
-      stream.outgoing_offset = 0;
-    }
+  const size_t num_read = std::min(size, stream.outgoing.size() - stream.read_bytes);
+  std::memcpy(to, stream.outgoing.data() + stream.read_bytes, num_read);
+  stream.read_bytes += num_read;
+  if (stream.read_bytes == stream.outgoing.size()) {
+    stream.outgoing.clear();
+    stream.read_bytes = 0;
   }
   if (stream.outgoing.empty() && stream.is_finished) {
     *flags |= NGHTTP2_DATA_FLAG_EOF | NGHTTP2_DATA_FLAG_NO_END_STREAM;

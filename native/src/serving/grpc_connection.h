@@ -3,7 +3,6 @@
 
 #include <nghttp2/nghttp2.h>
 
-#include <deque>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -26,11 +25,15 @@ struct GrpcShared {
     int32_t stream;
   };
 
+  GrpcShared(GrpcOptions bounds, CallHandler* of_calls)
+      : options(std::move(bounds)), handler(*of_calls) {}
+
   const GrpcOptions options;
   CallHandler& handler;
   std::unordered_map<CallId, Place> calls;  // that are open
   CallId next_call = 1;
   uint64_t held_bytes = 0;
+  uint32_t num_refused = 0;  // since the server's thread last waited
 };
 
 // Not thread-safe: all of it runs on the server's thread.

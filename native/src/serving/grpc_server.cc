@@ -3,6 +3,9 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
+#include <pthread.h>
+
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 #include <utility>
@@ -33,7 +36,7 @@ void Unsignal(int fd) {
 }  // namespace
 
 GrpcServer::GrpcServer(GrpcOptions options, CallHandler* handler)
-    : shared_{.options = std::move(options), .handler = *handler}, next_tag_(kWakeTag + 1) {}
+    : shared_(std::move(options), handler), next_tag_(kWakeTag + 1) {}
 
 GrpcServer::~GrpcServer() {
   Stop(std::chrono::milliseconds(0));
@@ -66,37 +69,46 @@ void GrpcServer::Stop(std::chrono::milliseconds timeout) {
 // ---- from any thread
 
 void GrpcServer::Send(CallId call, std::string message) {
-  Post({call, true, false, GrpcCode::kOk, std::move(message)});
+  Post({call, true, false, GrpcCode::kOk, std::move(message)}, true);
 }
 
 void GrpcServer::Finish(CallId call, GrpcCode code, std::string text) {
-  Post({call, false, true, code, std::move(text)});
+  Post({call, false, true, code, std::move(text)}, true);
 }
 
 void GrpcServer::Reply(CallId call, std::string message) {
-  Post({call, true, true, GrpcCode::kOk, std::move(message)});
+  Post({call, true, true, GrpcCode::kOk, std::move(message)}, false);
 }
 
-void GrpcServer::Post(Action action) {
+void GrpcServer::Post(Action action, bool wakes) {
   if (std::this_thread::get_id() == own_id_.load()) return Apply(std::move(action));
-  bool is_first = false;
   {
     const std::lock_guard lock(mutex_);
-    is_first = actions_.empty();
     actions_.push_back(std::move(action));
   }
-  if (is_first) Signal(wake_.get());
+  if (wakes) Wake();
+}
+
+void GrpcServer::Wake() {
+  if (std::this_thread::get_id() == own_id_.load()) return;  // it looks before it waits
+  {
+    const std::lock_guard lock(mutex_);
+    if (actions_.empty() || std::exchange(is_woken_, true)) return;
+  }
+  Signal(wake_.get());
 }
 
 // ---- the thread
 
 void GrpcServer::Run() {
   own_id_ = std::this_thread::get_id();
+  ::pthread_setname_np(::pthread_self(), "persia-front");
   while (true) {
     const net::Poller::Event event = poller_.Wait();
     OnEvent(event);
     TakeActions();
     FlushTouched();
+    RestAfterRefusals();
     const std::lock_guard lock(mutex_);
     if (is_draining_ && (connections_.empty() || Clock::now() >= cut_off_at_)) break;
   }
@@ -104,6 +116,13 @@ void GrpcServer::Run() {
   const std::lock_guard lock(mutex_);
   has_ended_ = true;
   ended_.notify_all();
+}
+
+// Each wake-up interrupts what computes on the same processor. Where requests are refused there are
+// many, and it costs less to refuse several at once.
+void GrpcServer::RestAfterRefusals() {
+  constexpr std::chrono::microseconds kRest{500};
+  if (std::exchange(shared_.num_refused, 0) > 0) std::this_thread::sleep_for(kRest);
 }
 
 void GrpcServer::OnEvent(const net::Poller::Event& event) {
@@ -165,6 +184,7 @@ void GrpcServer::TakeActions() {
   {
     const std::lock_guard lock(mutex_);
     actions.swap(actions_);
+    is_woken_ = false;
   }
   for (Action& action : actions) Apply(std::move(action));
 }

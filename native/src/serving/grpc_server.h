@@ -39,7 +39,9 @@ class GrpcServer {
   // Of a call that has ended these are ignored. Thread-safe.
   void Send(CallId call, std::string message);
   void Finish(CallId call, GrpcCode code, std::string text);
-  // The only message of a call, and its end.
+  // The only message of a call, and its end. Sent no earlier than with the next Wake, Send or Finish:
+  // a thread that replies to many calls would be interrupted by the first one.
+  void Wake();
   void Reply(CallId call, std::string message);
 
  private:
@@ -52,7 +54,7 @@ class GrpcServer {
   };
 
   void Run();
-  void Post(Action action);
+  void Post(Action action, bool wakes);
   void OnEvent(const net::Poller::Event& event);
   void Accept();
   void TakeActions();
@@ -60,6 +62,7 @@ class GrpcServer {
   void FlushTouched();
   void OnTimer();
   void Remove(uint64_t tag);
+  void RestAfterRefusals();
   void BeginDrain();
 
   GrpcShared shared_;
@@ -80,6 +83,7 @@ class GrpcServer {
   std::mutex mutex_;  // guards what follows
   std::condition_variable ended_;
   std::vector<Action> actions_;
+  bool is_woken_ = false;  // the thread will look at them
   bool stopping_ = false;
   bool has_ended_ = false;
   net::Clock::time_point cut_off_at_ = net::Clock::time_point::max();

@@ -34,7 +34,9 @@ class ProtoReader {
     if (rest_.empty() || !ok_) return false;
     const uint64_t tag = Varint();
     constexpr uint64_t kMaxTag = (uint64_t{1} << 32) - 1;
-    *field = {.number = static_cast<uint32_t>(tag >> 3), .wire = static_cast<Wire>(tag & 7)};
+    *field = Field();
+    field->number = static_cast<uint32_t>(tag >> 3);
+    field->wire = static_cast<Wire>(tag & 7);
     ok_ = ok_ && tag <= kMaxTag && field->number != 0;
     switch (field->wire) {
       case kVarint: field->value = Varint(); break;

@@ -73,15 +73,19 @@ void Batch::End() {
 void Batch::Answer(const Prediction& prediction) {
   End();
   uint32_t begin = 0;
-  for (const auto& request : std::exchange(requests_, {})) {
+  const auto requests = std::exchange(requests_, {});
+  for (const auto& request : requests) {
     request->Answer(prediction, begin);
     begin += request->size();
   }
+  for (const auto& request : requests) request->Deliver();
 }
 
 void Batch::Fail(GrpcCode code, const std::string& message) {
   End();
-  for (const auto& request : std::exchange(requests_, {})) request->Fail(code, message);
+  const auto requests = std::exchange(requests_, {});
+  for (const auto& request : requests) request->Fail(code, message);
+  for (const auto& request : requests) request->Deliver();
 }
 
 std::vector<std::unique_ptr<Batch>> Batch::Split() {

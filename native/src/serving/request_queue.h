@@ -35,6 +35,8 @@ class Waiting {
   // With the outputs of its batch, where its samples begin at `begin`. From any thread.
   virtual void Answer(const Prediction& prediction, uint32_t begin) = 0;
   virtual void Fail(GrpcCode code, const std::string& message) = 0;
+  // After all requests of a batch have been answered: what was to be sent may wait until then.
+  virtual void Deliver() {}
 
   const Samples& samples() const { return samples_; }
   uint32_t size() const { return samples_.size(); }
