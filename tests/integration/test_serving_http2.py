@@ -1,0 +1,164 @@
+"""The gRPC port among clients that break HTTP/2, that send nothing, and that are no gRPC library."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+import yaml
+
+from persia import env
+from persia.serving.protocol import message
+
+from .test_serving import SLOTS, START_S, Served, dump, make_batch
+
+GOOD = make_batch([10, 20, 99], dense=0.5)
+EXPECTED = ("7", [6.5, 14.5, 0.5])
+INFER = "/inference.GRPCInferenceService/ModelInfer"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST, SETTINGS, PING, GOAWAY, WINDOW, CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
+END_STREAM, END_HEADERS = 1, 4
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    patch = pytest.MonkeyPatch()
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
+        patch.delenv(name, raising=False)
+    env.reload_env()
+    folder = tmp_path_factory.mktemp("http2")
+    (folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+    dump(folder / "model", factor=2.0, step=7)
+    served = Served(folder, str(folder / "model"), "--embedding-config", str(folder / "embedding_config.yml"))
+    yield served
+    assert served.stop() == 0
+    patch.undo()
+    env.reload_env()
+
+
+def request() -> bytes:
+    made = message("ModelInferRequest")(model_name="m", id="r")
+    made.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents.bytes_contents.append(GOOD)
+    content: bytes = made.SerializeToString()
+    return content
+
+
+def frame(kind: int, stream: int = 0, payload: bytes = b"", flags: int = 0, length: int | None = None) -> bytes:
+    size = len(payload) if length is None else length
+    return size.to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+
+
+def text(value: bytes) -> bytes:
+    return bytes([len(value)]) + value
+
+
+FIELDS = b"\x83\x86\x04" + text(INFER.encode()) + b"\x0f\x10" + text(b"application/grpc")
+BEGIN = PREFACE + frame(SETTINGS)
+CALL = BEGIN + frame(HEADERS, 1, FIELDS, END_HEADERS)
+
+# What breaks the connection, the stream or the message.
+BROKEN = {
+    "another protocol": b"GET / HTTP/1.1\r\nHost: server\r\n\r\n",
+    "TLS": bytes.fromhex("16030100a5010000a10303") + bytes(160),
+    "no settings": PREFACE + frame(HEADERS, 1, FIELDS, END_HEADERS),
+    "a frame of 16 MiB": BEGIN + frame(DATA, 1, length=2**24 - 1) + bytes(1000),
+    "headers of stream 0": BEGIN + frame(HEADERS, 0, FIELDS, END_HEADERS),
+    "headers of an even stream": BEGIN + frame(HEADERS, 2, FIELDS, END_HEADERS),
+    "no headers": BEGIN + frame(DATA, 1, b"\0\0\0\0\0", END_STREAM),
+    "settings of 5 bytes": PREFACE + frame(SETTINGS, 0, bytes(5)),
+    "a window of 0": BEGIN + frame(WINDOW, 0, bytes(4)),
+    "a window beyond its bound": BEGIN + frame(WINDOW, 0, b"\x7f\xff\xff\xff") * 2,
+    "a continuation of nothing": BEGIN + frame(CONTINUATION, 1, FIELDS, END_HEADERS),
+    "no header fields": BEGIN + frame(HEADERS, 1, b"\xff" * 100, END_HEADERS | END_STREAM),
+    "no path": BEGIN + frame(HEADERS, 1, b"\x83\x86", END_HEADERS | END_STREAM),
+    "64 KiB of header fields": CALL[:-1]
+    + b"".join(frame(CONTINUATION if i else HEADERS, 3, b"\0\x01a\x7f\x80\x7f" + bytes(16000)) for i in range(5)),
+    "a message longer than announced": CALL + frame(DATA, 1, b"\0\0\0\0\x01abcdef", END_STREAM),
+    "a message of 4 GiB": CALL + frame(DATA, 1, b"\0\xff\xff\xff\xff", END_STREAM),
+    "a ping of 7 bytes": BEGIN + frame(PING, 0, bytes(7)),
+    "a reset of an idle stream": BEGIN + frame(RST, 9, bytes(4)),
+    "the end": BEGIN + frame(GOAWAY, 0, bytes(8)),
+}
+
+
+def spoken_to(served: Served, content: bytes) -> None:
+    """Sends it, and reads until the server hangs up or has nothing more to say."""
+    host, _, port = served.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=START_S) as client:
+        try:
+            client.sendall(content)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_clients_that_break_the_protocol(served: Served, name: str) -> None:
+    spoken_to(served, BROKEN[name])
+    assert served.infer(GOOD) == EXPECTED
+
+
+def test_damaged_frames(served: Served) -> None:
+    body = b"\0" + len(request()).to_bytes(4, "big") + request()
+    content = CALL + frame(DATA, 1, body, END_STREAM)
+    chance = random.Random(0)
+    for _ in range(300):
+        damaged = bytearray(content)
+        for _ in range(chance.randrange(1, 5)):
+            damaged[chance.randrange(len(PREFACE), len(damaged))] = chance.randrange(256)
+        spoken_to(served, bytes(damaged[: chance.choice((len(damaged), chance.randrange(len(damaged))))]))
+    assert served.infer(GOOD) == EXPECTED
+
+
+def test_connections_that_say_nothing_are_closed(served: Served) -> None:
+    host, _, port = served.address.rpartition(":")
+    folder = Path(f"/proc/{served.process.pid}/fd")
+    before = len(os.listdir(folder))
+    silent = [socket.create_connection((host, int(port)), timeout=START_S) for _ in range(100)]
+    assert served.infer(GOOD) == EXPECTED
+    for client in silent:
+        with client:
+            while client.recv(1 << 16):  # its settings, and then it hangs up
+                pass
+    deadline = time.monotonic() + START_S
+    while len(os.listdir(folder)) > before:
+        assert time.monotonic() < deadline, "descriptors are left"
+        time.sleep(0.05)
+
+
+def test_a_thousand_calls_of_a_client_that_leaves(served: Served) -> None:
+    half = frame(DATA, 1, b"\0\0\0\x10\0" + bytes(100))  # of a message of 4 KiB
+    for _ in range(10):
+        streams = [
+            frame(HEADERS, 2 * i + 1, FIELDS, END_HEADERS) + half[:5] + (2 * i + 1).to_bytes(4, "big") + half[9:]
+            for i in range(100)
+        ]
+        spoken_to(served, BEGIN + b"".join(streams))
+    assert served.infer(GOOD) == EXPECTED
+
+
+def test_curl_speaks_grpc(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "request").write_bytes(b"\0" + len(request()).to_bytes(4, "big") + request())
+    command = ["curl", "-sS", "--http2-prior-knowledge", "-H", "content-type: application/grpc"]
+    command += ["-H", "te: trailers", "--data-binary", f"@{tmp_path / 'request'}"]
+    done = subprocess.run(
+        [*command, f"http://{served.address}{INFER}"], capture_output=True, check=True, timeout=START_S
+    )
+    reply = message("ModelInferResponse").FromString(done.stdout[5:])
+    assert (reply.id, reply.model_version, list(reply.outputs[0].shape)) == ("r", "7", [3, 1])
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_compressed_messages(served: Served, compression: grpc.Compression) -> None:
+    with grpc.insecure_channel(served.address, compression=compression) as channel:
+        reply = channel.unary_unary(INFER)(request(), timeout=START_S)
+    assert message("ModelInferResponse").FromString(reply).model_version == "7"
