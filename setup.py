@@ -1,8 +1,8 @@
 """Builds the native module with CMake; everything else is said in pyproject.toml.
 
-What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd, xxHash, OpenSSL and nghttp2) is
-looked for first, so that a machine without it gets the list of packages to install at once, instead of a page
-of compiler output.
+What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd, xxHash, OpenSSL and
+nghttp2) is looked for first, so that a machine without it gets the list of packages to install at once,
+instead of a page of compiler output.
 """
 
 from __future__ import annotations

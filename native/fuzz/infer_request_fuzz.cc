@@ -1,5 +1,5 @@
-// ReadInferRequest: what it accepts fits the model, lies inside its memory, and becomes a batch that
-// is accepted again.
+// ReadInferRequest: what it accepts fits the model, lies inside its memory, and becomes a batch
+// that is accepted again.
 #include <cstdlib>
 #include <string>
 

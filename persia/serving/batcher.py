@@ -73,7 +73,12 @@ class Batcher:
         """
         submitted = _Submitted()
         queued = self.queue.submit(batch.to_bytes(), timeout_s, submitted)
-        submitted.future.add_done_callback(lambda future: future.cancelled() and queued.give_up())
+
+        def give_up(future: Future[Prediction]) -> None:
+            if future.cancelled():
+                queued.give_up()
+
+        submitted.future.add_done_callback(give_up)
         return submitted.future
 
     @property
@@ -115,8 +120,8 @@ class Batcher:
                 receiver.future.set_exception(error)
         else:
             for receiver, begin, size in receivers:
-                part = [output[begin : begin + size] for output in answer.outputs]
-                receiver.future.set_result(replace(answer, outputs=part))
+                own = [output[begin : begin + size] for output in answer.outputs]
+                receiver.future.set_result(replace(answer, outputs=own))
 
 
 def _error_of(failure: Exception) -> PersiaError:

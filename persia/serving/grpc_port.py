@@ -25,6 +25,10 @@ class Call:
     """One call. Only on the event loop."""
 
     def __init__(self, front: ServingFront, number: int, max_message_bytes: int, said: Any) -> None:
+        self.method: str
+        self.authorization: str | None
+        self.begin_ns: int  # of time.monotonic_ns(), when its bytes arrived
+        self._deadline_ns: int | None
         self.method, self.authorization, self._encoding, self.peer, self.begin_ns, self._deadline_ns = said
         self.task: asyncio.Task[None] | None = None
         self._front, self._number, self._max_bytes = front, number, max_message_bytes

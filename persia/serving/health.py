@@ -18,16 +18,17 @@ _SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 def standard_handlers(states: health.aio.HealthServicer) -> dict[str, Handler]:
     """By the paths of their methods."""
+    context_of: Any = _Context  # the part of gRPC's that is used
     reflecting = reflection.aio.ReflectionServicer(_SERVICES, POOL)
 
     async def check(call: Call) -> None:
         request = parsed(health_pb2.HealthCheckRequest, await call.message())
-        reply = await states.Check(request, _Context(call, request.service))
+        reply = await states.Check(request, context_of(call, request.service))
         call.send(reply.SerializeToString())
 
     async def watch(call: Call) -> None:
         request = parsed(health_pb2.HealthCheckRequest, await call.message())
-        await states.Watch(request, _Context(call, request.service))
+        await states.Watch(request, context_of(call, request.service))
 
     async def reflect(call: Call) -> None:
         async def requests() -> AsyncIterator[Any]:

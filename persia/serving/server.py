@@ -8,7 +8,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
+from persia.storage.signature import DenseInput
 
 _HEALTH_INTERVAL_S = 1.0
 _MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
@@ -161,7 +162,7 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     names = [] if signature is None else [f.name for f in (*signature.ids, *signature.dense)]
     # Such a name could be a feature's own, or say how many IDs another has.
     is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
-    dense = [] if signature is None else signature.dense
+    dense: Sequence[DenseInput] = () if signature is None else signature.dense
     front.set_inputs(
         settings.name,
         None if signature is None else [feature.name for feature in signature.ids],
@@ -268,9 +269,7 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
             stopped.wait(1.0)
 
 
-async def _follow_model(
-    front: ServingFront, inference: Inference, states: health.aio.HealthServicer
-) -> None:
+async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
     """Reports health of the server as a whole (""), and by the names of the service and of the model."""
     model = inference.model
     while True:

@@ -143,14 +143,15 @@ void BindQueue(py::module_& module) {
   py::class_<RequestQueue, std::shared_ptr<RequestQueue>>(module, "RequestQueue")
       .def(py::init([](uint32_t max_batch_size, double max_delay_s, uint32_t max_queued,
                        uint32_t num_threads) {
-             return std::make_shared<RequestQueue>(QueueOptions{
-                 max_batch_size, Nanoseconds(max_delay_s), max_queued, num_threads});
+             return std::make_shared<RequestQueue>(
+                 QueueOptions{max_batch_size, Nanoseconds(max_delay_s), max_queued, num_threads});
            }),
            py::arg("max_batch_size"), py::arg("max_delay_s"), py::arg("max_queued"),
            py::arg("num_threads"))
       .def("submit", &Submit, py::arg("content"), py::arg("timeout_s"), py::arg("on_late"))
-      .def("next", [](RequestQueue& self) { return WithoutGil([&] { return self.Next(); }); },
-           py::keep_alive<0, 1>())
+      .def(
+          "next", [](RequestQueue& self) { return WithoutGil([&] { return self.Next(); }); },
+          py::keep_alive<0, 1>())
       .def("close", Blocking(&RequestQueue::Close))
       .def_property_readonly("num_waiting", &RequestQueue::num_waiting)
       .def_property_readonly("num_running", &RequestQueue::num_running);
@@ -174,19 +175,16 @@ void BindCounts(py::module_& module) {
           },
           py::arg("begin_ns"), py::arg("code"))
       .def("snapshot", &CountsOf)
-      .def("durations", [](const RequestCounts& self) {
-        return SnapshotToTuple(self.durations().snapshot());
-      });
+      .def("durations",
+           [](const RequestCounts& self) { return SnapshotToTuple(self.durations().snapshot()); });
 }
 
 // ---- the port
 
-std::unique_ptr<Front> MakeFront(std::shared_ptr<RequestQueue> queue,
-                                 std::shared_ptr<RequestCounts> counts, double timeout_s,
-                                 uint64_t max_message_bytes, uint32_t max_calls,
-                                 const std::optional<py::bytes>& token_digest,
-                                 const std::optional<std::tuple<std::string, std::string,
-                                                                std::string>>& tls) {
+std::unique_ptr<Front> MakeFront(
+    std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts, double timeout_s,
+    uint64_t max_message_bytes, uint32_t max_calls, const std::optional<py::bytes>& token_digest,
+    const std::optional<std::tuple<std::string, std::string, std::string>>& tls) {
   FrontOptions options;
   options.timeout = Nanoseconds(timeout_s);
   options.grpc.max_message_bytes = max_message_bytes;
@@ -203,9 +201,8 @@ std::unique_ptr<Front> MakeFront(std::shared_ptr<RequestQueue> queue,
   }
   if (tls.has_value()) {
     const auto& [certificate, key, ca] = *tls;
-    options.grpc.tls = ValueOrRaise(WithoutGil([&] {
-      return net::TlsFiles::Load(certificate, key, ca, net::TlsFiles::Use::kHttp2);
-    }));
+    options.grpc.tls = ValueOrRaise(WithoutGil(
+        [&] { return net::TlsFiles::Load(certificate, key, ca, net::TlsFiles::Use::kHttp2); }));
   }
   return std::make_unique<Front>(std::move(options), std::move(queue), std::move(counts));
 }
@@ -244,8 +241,8 @@ py::object SaidBy(const CallEvent& event) {
       py::object deadline_ns = py::none();
       if (event.head.deadline.has_value()) deadline_ns = py::int_(ToNs(*event.head.deadline));
       return py::make_tuple(TextOf(event.head.method), TextOf(event.head.authorization),
-                            TextOf(event.head.encoding), event.head.peer,
-                            ToNs(event.head.arrived), deadline_ns);
+                            TextOf(event.head.encoding), event.head.peer, ToNs(event.head.arrived),
+                            deadline_ns);
     }
     case CallEvent::Kind::kMessage:
       return py::make_tuple(BytesOf(event.message), event.is_compressed);
@@ -277,12 +274,14 @@ void BindFront(py::module_& module) {
       .def("fileno", &Front::events_fd)
       .def("take_events", &TakeEvents)
       .def(
-          "send", [](Front& self, CallId call, std::string message) {
+          "send",
+          [](Front& self, CallId call, std::string message) {
             self.Send(call, std::move(message));
           },
           py::arg("call"), py::arg("message"))
       .def(
-          "finish", [](Front& self, CallId call, uint32_t code, std::string text) {
+          "finish",
+          [](Front& self, CallId call, uint32_t code, std::string text) {
             self.Finish(call, static_cast<GrpcCode>(code), std::move(text));
           },
           py::arg("call"), py::arg("code"), py::arg("text"));

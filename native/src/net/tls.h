@@ -1,4 +1,5 @@
-// TLS 1.3 on RPC connections, and TLS of the port for predictions, by OpenSSL: the files of a process, and one stream over one socket.
+// TLS 1.3 on RPC connections, and TLS of the port for predictions, by OpenSSL: the files of a
+// process, and one stream over one socket.
 //
 // Both ends show a certificate that the job's CA has signed. Host names are not compared: peers are
 // named by addresses that change, and the CA signs for one job alone.
@@ -43,7 +44,7 @@ class TlsFiles {
 
   const std::array<std::string, 3> paths_;  // certificate, key, CA
   const Use use_;
-  std::mutex mutex_;                        // guards what follows
+  std::mutex mutex_;  // guards what follows
   std::shared_ptr<SSL_CTX> context_;
   Stamp stamp_;
 };

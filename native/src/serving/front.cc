@@ -126,8 +126,8 @@ std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head
     Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head, .message = {}});
     return Clock::time_point::max();
   }
-  const auto deadline = std::min(head.deadline.value_or(Clock::time_point::max()),
-                                 head.arrived + options_.timeout);
+  const auto deadline =
+      std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
   // Before its message is read, which would take longer than to refuse it.
   if (const Status status = queue_->Admit(deadline); !status.ok()) {
     Refuse(call, head.arrived, status);

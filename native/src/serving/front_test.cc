@@ -1,4 +1,5 @@
-// The port for predictions as clients meet it, with a thread that computes in the place of Python's.
+// The port for predictions as clients meet it, with a thread that computes in the place of
+// Python's.
 #include "serving/front.h"
 
 #include <gtest/gtest.h>
@@ -6,6 +7,7 @@
 
 #include <thread>
 
+#include "serving/grpc_text.h"
 #include "serving/serving_test_util.h"
 
 namespace persia::serving {
@@ -192,6 +194,19 @@ TEST_F(FrontTest, StoppingAnswersWhatIsUnderWay) {
   EXPECT_EQ(client.End(id).status, "0");
   stopping.join();
   EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {5}))).status, "");
+}
+
+TEST(GrpcTextTest, Timeouts) {
+  using std::chrono::nanoseconds;
+  EXPECT_EQ(ReadTimeout("1n"), nanoseconds(1));
+  EXPECT_EQ(ReadTimeout("2u"), nanoseconds(2000));
+  EXPECT_EQ(ReadTimeout("200m"), std::chrono::milliseconds(200));
+  EXPECT_EQ(ReadTimeout("3S"), std::chrono::seconds(3));
+  EXPECT_EQ(ReadTimeout("4M"), std::chrono::minutes(4));
+  EXPECT_EQ(ReadTimeout("99999999H"), std::chrono::hours(24 * 365));
+  for (const auto* wrong : {"", "m", "1", "1x", "-1S", "+1S", "1.5S", "123456789S", " 1S", "1 S"}) {
+    EXPECT_EQ(ReadTimeout(wrong), std::nullopt) << wrong;
+  }
 }
 
 }  // namespace

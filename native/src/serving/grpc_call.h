@@ -18,11 +18,11 @@ namespace persia::serving {
 using CallId = uint64_t;
 
 struct CallHead {
-  std::string method;  // "/package.Service/Method"
+  std::string method;                        // "/package.Service/Method"
   std::optional<std::string> authorization;  // none also where there are several
-  std::string encoding;  // of messages that are marked as compressed
+  std::string encoding;                      // of messages that are marked as compressed
   std::string peer;
-  net::Clock::time_point arrived;   // when the bytes of the call did
+  net::Clock::time_point arrived;  // when the bytes of the call did
   std::optional<net::Clock::time_point> deadline;
 };
 

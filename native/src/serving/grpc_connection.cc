@@ -5,23 +5,24 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <charconv>
 #include <cstring>
 #include <utility>
+
+#include "serving/grpc_text.h"
 
 namespace persia::serving {
 namespace {
 
 using net::Clock;
 
-constexpr size_t kReadBytes = 64 << 10;  // that stay in a cache of the processor
-constexpr int kMaxReads = 32;              // before other connections have their turn
+constexpr size_t kReadBytes = 64 << 10;     // that stay in a cache of the processor
+constexpr int kMaxReads = 32;               // before other connections have their turn
 constexpr size_t kMaxOutBytes = 256 << 10;  // framed before they are sent
 constexpr size_t kPrefixBytes = 5;          // of a message: whether it is compressed, its length
 constexpr size_t kFirstBytes = 64 << 10;    // that are reserved for a message before they arrive
 constexpr size_t kMaxHeaderBytes = 16 << 10;
-// What a client may send before we have looked at it. Were it more, requests would wait in buffers of
-// the system, where their deadlines are not seen.
+// What a client may send before we have looked at it. Were it more, requests would wait in buffers
+// of the system, where their deadlines are not seen.
 constexpr uint32_t kStreamWindow = 1 << 20;
 constexpr int32_t kConnectionWindow = 1 << 20;
 constexpr std::chrono::seconds kPatience{10};  // with a client that does not read or send
@@ -38,47 +39,12 @@ nghttp2_nv Header(std::string_view name, std::string_view value, uint8_t flags =
           value.size(), flags};
 }
 
-// Header fields are ASCII: the others, and the escape itself, as %XX.
-std::string PercentEncoded(std::string_view text) {
-  constexpr std::string_view kDigits = "0123456789ABCDEF";
-  std::string encoded;
-  encoded.reserve(text.size());
-  for (const char c : text) {
-    if (c >= ' ' && c <= '~' && c != '%') {
-      encoded.push_back(c);
-    } else {
-      const auto byte = static_cast<uint8_t>(c);
-      encoded += {'%', kDigits[byte >> 4], kDigits[byte & 15]};
-    }
-  }
-  return encoded;
-}
-
-// "200m" is 200 ms: at most eight digits and a unit. None: it is no such text.
-std::optional<std::chrono::nanoseconds> ReadTimeout(std::string_view text) {
-  if (text.size() < 2 || text.size() > 9) return std::nullopt;
-  uint64_t count = 0;
-  const char* end = text.data() + text.size() - 1;
-  const auto [last, error] = std::from_chars(text.data(), end, count);
-  if (error != std::errc() || last != end) return std::nullopt;
-  // So that no product exceeds 64 bits.
-  constexpr uint64_t kMaxHours = 24 * 365;
-  switch (*end) {
-    case 'n': return std::chrono::nanoseconds(count);
-    case 'u': return std::chrono::microseconds(count);
-    case 'm': return std::chrono::milliseconds(count);
-    case 'S': return std::chrono::seconds(count);
-    case 'M': return std::chrono::minutes(std::min(count, 60 * kMaxHours));
-    case 'H': return std::chrono::hours(std::min(count, kMaxHours));
-    default: return std::nullopt;
-  }
-}
-
 nghttp2_option* Options() {
   static nghttp2_option* const options = [] {
     nghttp2_option* made = nullptr;
     nghttp2_option_new(&made);
-    // Clients of gRPC send `authorization: Bearer ` with an empty token, and read a reset as INTERNAL.
+    // Clients of gRPC send `authorization: Bearer ` with an empty token, and read a reset as
+    // INTERNAL.
     nghttp2_option_set_no_rfc9113_leading_and_trailing_ws_validation(made, 1);
 #ifdef PERSIA_NGHTTP2_LIMITS_RESETS
     // Clients of an overloaded server cancel each call whose deadline passes, so the library's own
@@ -327,7 +293,8 @@ void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
       data = data.subspan(size);
       if (stream->prefix_bytes < kPrefixBytes || !BeginMessage(stream)) continue;
     }
-    const size_t size = std::min<size_t>(stream->message_bytes - stream->message.size(), data.size());
+    const size_t size =
+        std::min<size_t>(stream->message_bytes - stream->message.size(), data.size());
     stream->message.insert(stream->message.end(), data.begin(), data.begin() + size);
     data = data.subspan(size);
     if (stream->message.size() == stream->message_bytes) TakeMessage(stream);

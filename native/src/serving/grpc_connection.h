@@ -100,7 +100,7 @@ class GrpcConnection {
   std::string out_;  // bytes that were framed, the first written_ of them sent
   size_t written_ = 0;
   bool is_blocked_ = false;
-  net::Clock::time_point read_at_;       // of the bytes that are looked at
+  net::Clock::time_point read_at_;        // of the bytes that are looked at
   net::Clock::time_point must_begin_by_;  // a client that sends nothing is not kept
   bool has_begun_ = false;
 };

@@ -1,9 +1,8 @@
 #include "serving/grpc_server.h"
 
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
-
-#include <pthread.h>
 
 #include <algorithm>
 #include <cerrno>

@@ -39,8 +39,8 @@ class GrpcServer {
   // Of a call that has ended these are ignored. Thread-safe.
   void Send(CallId call, std::string message);
   void Finish(CallId call, GrpcCode code, std::string text);
-  // The only message of a call, and its end. Sent no earlier than with the next Wake, Send or Finish:
-  // a thread that replies to many calls would be interrupted by the first one.
+  // The only message of a call, and its end. Sent no earlier than with the next Wake, Send or
+  // Finish: a thread that replies to many calls would be interrupted by the first one.
   void Wake();
   void Reply(CallId call, std::string message);
 

@@ -203,8 +203,10 @@ bool ReadOffsets(const Input& input, const Input* lengths, Arrays* arrays, uint3
   const auto& shape = input.shape;
   const uint64_t size = lengths != nullptr ? lengths->raw.size() / sizeof(int32_t) : shape[0];
   const uint64_t each = shape.size() == 2 ? shape[1] : 1;
-  if (lengths == nullptr && (each > num_ids || size > num_ids || size * each != num_ids)) return false;
-  if (lengths != nullptr && (shape.size() != 1 || !IsArray(lengths, "INT32", size, sizeof(int32_t)))) {
+  if (lengths == nullptr && (each > num_ids || size > num_ids || size * each != num_ids))
+    return false;
+  if (lengths != nullptr &&
+      (shape.size() != 1 || !IsArray(lengths, "INT32", size, sizeof(int32_t)))) {
     return false;
   }
   if (size == 0 || size > kMaxBatchSize || (*batch_size != 0 && *batch_size != size)) return false;

@@ -33,7 +33,7 @@ struct ModelInputs {
 };
 
 struct InferRequest {
-  std::string id;                     // ASCII
+  std::string id;                          // ASCII
   std::vector<uint32_t> output_positions;  // that are asked for; empty: all
   Samples samples;
 };

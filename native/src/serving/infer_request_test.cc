@@ -92,13 +92,13 @@ TEST(InferRequestTest, WhatIsNotPlainIsLeftToPython) {
   std::string versioned = RequestOf(BatchOf(kIds, kAges));
   ProtoWriter(&versioned).Bytes(2, "7");
   EXPECT_FALSE(Read(versioned).has_value());
-  for (const Named& wrong : std::vector<Named>{
-           {"user", "INT32", {2}, Raw(std::vector<int32_t>{1, 2})},
-           {"user", "INT64", {3}, Raw(kIds)},
-           {"user", "INT64", {~uint64_t{0}, 2}, Raw(kIds)},
-           {"user", "INT64", {}, Raw(kIds)},
-           {"shop", "INT64", {2}, Raw(kIds)},
-           {"user", "INT64", {1}, Raw(std::vector<uint64_t>{1})}}) {
+  for (const Named& wrong :
+       std::vector<Named>{{"user", "INT32", {2}, Raw(std::vector<int32_t>{1, 2})},
+                          {"user", "INT64", {3}, Raw(kIds)},
+                          {"user", "INT64", {~uint64_t{0}, 2}, Raw(kIds)},
+                          {"user", "INT64", {}, Raw(kIds)},
+                          {"shop", "INT64", {2}, Raw(kIds)},
+                          {"user", "INT64", {1}, Raw(std::vector<uint64_t>{1})}}) {
     EXPECT_FALSE(Read(NamedRequest({kAge, wrong})).has_value());
   }
   EXPECT_FALSE(Read(NamedRequest({kAge, kUser, kUser})).has_value());

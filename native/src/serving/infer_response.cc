@@ -52,8 +52,8 @@ std::string EncodeInferResponse(const Prediction& prediction, std::string_view i
   }
   for (const uint32_t position : all) {
     const Output& output = prediction.outputs[position];
-    const auto values = output.values.subspan(begin * output.sample_bytes,
-                                              num_samples * output.sample_bytes);
+    const auto values =
+        output.values.subspan(begin * output.sample_bytes, num_samples * output.sample_bytes);
     writer.Bytes(6, {reinterpret_cast<const char*>(values.data()), values.size()});
   }
   return message;

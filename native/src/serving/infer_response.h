@@ -12,7 +12,7 @@ namespace persia::serving {
 
 // One output of a batch: the values of one sample after the other.
 struct Output {
-  std::string datatype;  // the protocol's name
+  std::string datatype;         // the protocol's name
   std::vector<uint64_t> shape;  // of a sample
   size_t sample_bytes = 0;
   std::span<const std::byte> values;

@@ -18,8 +18,8 @@ class ProtoReader {
   struct Field {
     uint32_t number = 0;
     Wire wire = kVarint;
-    uint64_t value = 0;                 // of a varint
-    std::span<const std::byte> bytes;   // of a message, text or packed numbers
+    uint64_t value = 0;                // of a varint
+    std::span<const std::byte> bytes;  // of a message, text or packed numbers
 
     bool Is(uint32_t wanted, Wire kind) const { return number == wanted && wire == kind; }
     std::string_view text() const {

@@ -8,7 +8,7 @@ namespace persia::serving {
 namespace {
 
 constexpr double kLately = 0.1;  // the share of the last batch in averages
-constexpr double kFlat = 1e-3;   // sizes whose variance is a smaller share of their square are equal
+constexpr double kFlat = 1e-3;  // sizes whose variance is a smaller share of their square are equal
 // An estimate is exceeded half of the time, and an answer that is late was computed for nothing. So
 // a request is admitted if it would wait for less than this share of the time that is left.
 constexpr double kAdmittedShare = 0.6;
@@ -66,9 +66,7 @@ StatusOr<std::vector<std::byte>> Batch::Message() const {
 }
 
 // Before the answers: who has the last of them sees no request running.
-void Batch::End() {
-  queue_.End(static_cast<uint32_t>(requests_.size()), num_samples_, began_);
-}
+void Batch::End() { queue_.End(static_cast<uint32_t>(requests_.size()), num_samples_, began_); }
 
 void Batch::Answer(const Prediction& prediction) {
   End();

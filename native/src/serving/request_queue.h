@@ -1,7 +1,8 @@
 // RequestQueue: requests that wait to be computed, and the batches that they become.
 //
 // While a batch is computed the next requests gather, so batches grow with the load. A request is
-// refused at once if its answer would come after its deadline: a client can then ask another server.
+// refused at once if its answer would come after its deadline: a client can then ask another
+// server.
 #pragma once
 
 #include <array>
@@ -52,7 +53,7 @@ class Waiting {
 };
 
 struct QueueOptions {
-  uint32_t max_batch_size = 1024;  // samples in one batch, and in one request
+  uint32_t max_batch_size = 1024;         // samples in one batch, and in one request
   std::chrono::nanoseconds max_delay{0};  // how long the first request of a batch waits for others
   uint32_t max_queued = 512;              // requests that wait; more are refused
   uint32_t num_threads = 1;               // batches computed at a time
@@ -114,7 +115,8 @@ class RequestQueue {
   Status Submit(std::shared_ptr<Waiting> request);
   // Whether a request with this deadline would be refused whatever is in it: kResourceExhausted.
   Status Admit(Clock::time_point deadline) const;
-  // Waits for requests; null once it is closed and empty. Requests whose time has passed are failed.
+  // Waits for requests; null once it is closed and empty. Requests whose time has passed are
+  // failed.
   std::unique_ptr<Batch> Next();
   // Next() still gives what waits.
   void Close();

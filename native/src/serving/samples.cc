@@ -107,8 +107,8 @@ MergedIds MergeIds(std::span<const Samples* const> parts, size_t feature) {
   MergedIds merged;
   for (const Samples* part : parts) {
     const IdFeature& ids = part->ids.features[feature];
-    // Offsets of a part count from its own first ID. Too many IDs for 32 bits do not fit the message
-    // either, which is then refused.
+    // Offsets of a part count from its own first ID. Too many IDs for 32 bits do not fit the
+    // message either, which is then refused.
     const auto begin = static_cast<uint32_t>(merged.ids.size());
     for (const uint32_t offset : ids.offsets.subspan(1)) merged.offsets.push_back(begin + offset);
     merged.ids.insert(merged.ids.end(), ids.ids.begin(), ids.ids.end());
@@ -202,8 +202,8 @@ StatusOr<std::vector<std::byte>> Merge(std::span<const Samples* const> parts) {
   for (const Samples* part : parts) ids.batch_size += part->size();
   for (size_t i = 0; i < num_features; ++i) {
     const MergedIds& arrays = merged.emplace_back(MergeIds(parts, i));
-    ids.features.push_back({parts.front()->ids.features[i].name, arrays.offsets, arrays.ids,
-                            arrays.weights});
+    ids.features.push_back(
+        {parts.front()->ids.features[i].name, arrays.offsets, arrays.ids, arrays.weights});
   }
   PERSIA_ASSIGN_OR_RETURN(const auto id_section, EncodeIdFeatures(ids));
   ByteWriter dense;

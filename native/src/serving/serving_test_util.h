@@ -127,8 +127,10 @@ class Client {
   }
   int32_t BeginWithBody(const std::string& path, std::string body,
                         const std::map<std::string, std::string>& fields = {}) {
-    std::map<std::string, std::string> all = {{":method", "POST"}, {":path", path},
-                                              {":scheme", "http"}, {":authority", "server"},
+    std::map<std::string, std::string> all = {{":method", "POST"},
+                                              {":path", path},
+                                              {":scheme", "http"},
+                                              {":authority", "server"},
                                               {"content-type", "application/grpc"}};
     for (const auto& [name, value] : fields) all[name] = value;
     std::vector<nghttp2_nv> headers;
