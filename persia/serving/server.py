@@ -37,7 +37,7 @@ from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
-from persia.storage.signature import DenseInput
+from persia.storage.signature import DenseInput, IdInput
 
 _HEALTH_INTERVAL_S = 1.0
 _MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
@@ -159,13 +159,14 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     if inference.canary is not None or inference.request_log is not None:
         return
     settings, signature = inference.model.settings, inference.model.signature
-    names = [] if signature is None else [f.name for f in (*signature.ids, *signature.dense)]
-    # Such a name could be a feature's own, or say how many IDs another has.
-    is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
+    ids: Sequence[IdInput] = () if signature is None else signature.ids
     dense: Sequence[DenseInput] = () if signature is None else signature.dense
+    # Such a name could be a feature's own, or say how many IDs another has.
+    names = [feature.name for feature in ids] + [feature.name for feature in dense]
+    is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
     front.set_inputs(
         settings.name,
-        None if signature is None else [feature.name for feature in signature.ids],
+        None if signature is None else [feature.name for feature in ids],
         [(f.name, [dtype.name for dtype in DTYPES].index(f.dtype), f.shape) for f in dense],
         signature is not None and is_plain and not signature.repeated,
         settings.allow_nonfinite,

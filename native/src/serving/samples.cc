@@ -209,7 +209,8 @@ StatusOr<std::vector<std::byte>> Merge(std::span<const Samples* const> parts) {
   ByteWriter dense;
   PutDense(parts, ids.batch_size, &dense);
   ByteWriter message;
-  for (const uint32_t field : {kBatchMagic, kVersion, uint32_t{0}, uint32_t{0}}) message.Put(field);
+  constexpr std::array<uint32_t, 4> kHead = {kBatchMagic, kVersion, 0, 0};
+  message.PutBytes(kHead.data(), sizeof(kHead));
   message.Put(uint64_t{id_section.size()});
   message.Put(uint64_t{dense.size()});
   message.PutBytes(id_section.data(), id_section.size());
