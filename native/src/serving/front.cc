@@ -28,12 +28,33 @@ GrpcCode CodeOf(const Status& status) {
 
 }  // namespace
 
+// The way from the threads that compute to the server, which may end before they do.
+class Front::Outlet {
+ public:
+  explicit Outlet(GrpcServer* server) : server_(server) {}
+
+  template <typename Call>
+  void With(Call call) {
+    const std::lock_guard lock(mutex_);
+    if (server_ != nullptr) call(*server_);
+  }
+  void Close() {
+    const std::lock_guard lock(mutex_);
+    server_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  GrpcServer* server_;
+};
+
 // A request that was submitted, answered by the thread that computes its batch.
 class Front::InferCall : public Waiting {
  public:
-  InferCall(Front* front, CallId call, const Infer& infer, InferRequest request)
+  InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request)
       : Waiting(std::move(request.samples), infer.deadline),
-        front_(*front),
+        outlet_(front.outlet_),
+        counts_(front.counts_),
         call_(call),
         arrived_(infer.head.arrived),
         id_(std::move(request.id)),
@@ -49,21 +70,26 @@ class Front::InferCall : public Waiting {
       }
     }
     if (!End(GrpcCode::kOk)) return;
-    front_.server_.Reply(call_, EncodeInferResponse(prediction, id_, positions_, begin, size()));
+    std::string reply = EncodeInferResponse(prediction, id_, positions_, begin, size());
+    outlet_->With([&](GrpcServer& server) { server.Reply(call_, std::move(reply)); });
   }
   void Fail(GrpcCode code, const std::string& message) override {
-    if (End(code)) front_.server_.Finish(call_, code, message);
+    if (!End(code)) return;
+    outlet_->With([&](GrpcServer& server) { server.Finish(call_, code, message); });
   }
-  void Deliver() override { front_.server_.Wake(); }
+  void Deliver() override {
+    outlet_->With([](GrpcServer& server) { server.Wake(); });
+  }
   // Counts it; false: it was counted already.
   bool End(GrpcCode code) {
     if (ended_.exchange(true)) return false;
-    front_.counts_->Add(arrived_, code);
+    counts_->Add(arrived_, code);
     return true;
   }
 
  private:
-  Front& front_;
+  const std::shared_ptr<Outlet> outlet_;
+  const std::shared_ptr<RequestCounts> counts_;
   const CallId call_;
   const Clock::time_point arrived_;
   const std::string id_;
@@ -76,10 +102,11 @@ Front::Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
     : options_(std::move(options)),
       queue_(std::move(queue)),
       counts_(std::move(counts)),
+      outlet_(std::make_shared<Outlet>(&server_)),
       events_ready_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       server_(options_.grpc, this) {}
 
-Front::~Front() = default;
+Front::~Front() { outlet_->Close(); }
 
 StatusOr<uint16_t> Front::Start(const std::string& host, uint16_t port) {
   if (events_ready_.get() < 0) return IOError("no descriptor is left for the port of predictions");
@@ -181,7 +208,7 @@ void Front::OnEnd(CallId call) {
     return;
   }
   infer.message.reset();
-  infer.submitted = std::make_shared<InferCall>(this, call, infer, *std::move(request));
+  infer.submitted = std::make_shared<InferCall>(*this, call, infer, *std::move(request));
   if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }

@@ -38,7 +38,7 @@ struct CallEvent {
   bool is_compressed = false;
 };
 
-// Thread-safe. Must outlive the batches of `queue`, which hold its requests.
+// Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
 class Front : private CallHandler {
  public:
   Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
@@ -60,6 +60,7 @@ class Front : private CallHandler {
 
  private:
   class InferCall;
+  class Outlet;
 
   // A ModelInfer call that Python does not know.
   struct Infer {
@@ -86,6 +87,7 @@ class Front : private CallHandler {
   const FrontOptions options_;
   const std::shared_ptr<RequestQueue> queue_;
   const std::shared_ptr<RequestCounts> counts_;
+  const std::shared_ptr<Outlet> outlet_;
   std::unordered_map<CallId, Infer> infers_;  // of the server's thread alone
 
   std::mutex mutex_;  // guards what follows

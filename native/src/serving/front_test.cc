@@ -184,6 +184,17 @@ TEST_F(FrontTest, OnlyTheTokenIsAnsweredWithoutPython) {
   }
 }
 
+TEST_F(FrontTest, ABatchMayOutliveThePort) {
+  Start();
+  Client client(port_);
+  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {5})));
+  const auto batch = queue_->Next();
+  front_.reset();
+  EXPECT_EQ(client.End(id).status, "");
+  batch->Answer({"m", "7", {}, {}});
+  EXPECT_EQ(NumOf(GrpcCode::kCancelled), 1u);
+}
+
 TEST_F(FrontTest, StoppingAnswersWhatIsUnderWay) {
   Start();
   Client client(port_);
