@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -61,7 +62,14 @@ def text(value: bytes) -> bytes:
     return bytes([len(value)]) + value
 
 
-FIELDS = b"\x83\x86\x04" + text(INFER.encode()) + b"\x0f\x10" + text(b"application/grpc")
+AUTHORITY = b"\x01" + text(b"h")  # without it libnghttp2 resets the stream, and the server never sees it
+
+
+def fields(path: str) -> bytes:
+    return b"\x83\x86\x04" + text(path.encode()) + AUTHORITY + b"\x0f\x10" + text(b"application/grpc")
+
+
+FIELDS = fields(INFER)
 BEGIN = PREFACE + frame(SETTINGS)
 CALL = BEGIN + frame(HEADERS, 1, FIELDS, END_HEADERS)
 MANY_FIELDS = (b"\0" + text(b"a") + text(b"b" * 100)) * 150
@@ -90,17 +98,51 @@ BROKEN = {
 }
 
 
-def spoken_to(served: Served, content: bytes) -> None:
-    """Sends it, and reads until the server hangs up or has nothing more to say."""
+def connected(served: Served) -> socket.socket:
     host, _, port = served.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=START_S) as client:
+    return socket.create_connection((host, int(port)), timeout=START_S)
+
+
+def spoken_to(served: Served, content: bytes) -> None:
+    """Sends it and a ping, and reads until the server answers the ping or hangs up."""
+    with connected(served) as client:
+        said = b""
         try:
-            client.sendall(content)
+            client.sendall(content + frame(PING, 0, b"the last"))
+            # A frame of a damaged length takes the ping in: then there is no answer to wait for.
+            client.settimeout(0.1)
+            with contextlib.suppress(TimeoutError):
+                while b"the last" not in said and (received := client.recv(1 << 16)):
+                    said += received
+            client.settimeout(START_S)
             client.shutdown(socket.SHUT_WR)
             while client.recv(1 << 16):
                 pass
         except ConnectionError:
             pass
+
+
+def replies(client: socket.socket, num: int) -> dict[int, bytes]:
+    """The data of each stream, until `num` streams have ended."""
+    said, data, ended = b"", dict[int, bytes](), set[int]()
+    while len(ended) < num:
+        received = client.recv(1 << 16)
+        assert received, "the server hung up"
+        said += received
+        while len(said) >= 9 and len(said) >= 9 + (size := int.from_bytes(said[:3], "big")):
+            kind, flags, stream = said[3], said[4], int.from_bytes(said[5:9], "big")
+            if kind == DATA:
+                data[stream] = data.get(stream, b"") + said[9 : 9 + size]
+            if kind == RST or (kind in (DATA, HEADERS) and flags & END_STREAM):
+                ended.add(stream)
+            said = said[9 + size :]
+    return data
+
+
+def num_counted(served: Served) -> int:
+    """Requests that the server has counted, whatever became of them."""
+    (counts,) = served.client.get_inference_statistics("m").model_stats
+    return int(counts.inference_stats.success.count + counts.inference_stats.fail.count)
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -112,6 +154,11 @@ def test_clients_that_break_the_protocol(served: Served, name: str) -> None:
 def test_damaged_frames(served: Served) -> None:
     body = b"\0" + len(request()).to_bytes(4, "big") + request()
     content = CALL + frame(DATA, 1, body, END_STREAM)
+    with connected(served) as client:
+        client.sendall(content)
+        reply = message("ModelInferResponse").FromString(replies(client, 1)[1][5:])
+    assert (reply.id, reply.model_version) == ("r", "7"), "undamaged, it is answered"
+    before = num_counted(served)
     chance = random.Random(0)
     for _ in range(300):
         damaged = bytearray(content)
@@ -119,13 +166,13 @@ def test_damaged_frames(served: Served) -> None:
             damaged[chance.randrange(len(PREFACE), len(damaged))] = chance.randrange(256)
         spoken_to(served, bytes(damaged[: chance.choice((len(damaged), chance.randrange(len(damaged))))]))
     assert served.infer(GOOD) == EXPECTED
+    assert num_counted(served) - before > 30, "many are damaged in such a way that the server reads them"
 
 
 def test_connections_that_say_nothing_are_closed(served: Served) -> None:
-    host, _, port = served.address.rpartition(":")
     folder = Path(f"/proc/{served.process.pid}/fd")
     before = len(os.listdir(folder))
-    silent = [socket.create_connection((host, int(port)), timeout=START_S) for _ in range(100)]
+    silent = [connected(served) for _ in range(100)]
     assert served.infer(GOOD) == EXPECTED
     for client in silent:
         with client:
@@ -138,7 +185,7 @@ def test_connections_that_say_nothing_are_closed(served: Served) -> None:
 
 
 def test_a_thousand_calls_of_a_client_that_leaves(served: Served) -> None:
-    half = b"\0\0\0\x10\0" + bytes(100)  # of a message of 4 KiB
+    half, before = b"\0\0\0\x10\0" + bytes(100), num_counted(served)  # of a message of 4 KiB
     for _ in range(10):
         streams = [
             frame(HEADERS, number, FIELDS, END_HEADERS) + frame(DATA, number, half)
@@ -146,6 +193,7 @@ def test_a_thousand_calls_of_a_client_that_leaves(served: Served) -> None:
         ]
         spoken_to(served, BEGIN + b"".join(streams))
     assert served.infer(GOOD) == EXPECTED
+    assert num_counted(served) - before >= 1000, "each was a call of the server"
 
 
 def test_curl_speaks_grpc(served: Served, tmp_path: Path) -> None:
