@@ -46,6 +46,8 @@ class _Submitted:
 
     def acquire(self) -> bool:
         """False: its caller has cancelled it. From here on it cannot, so its result is set exactly once."""
+        if self.future.cancelled():  # also asked by each part of a batch that failed
+            return False
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
@@ -99,7 +101,12 @@ class Batcher:
 
     def _run(self) -> None:
         while (batch := self.queue.next()) is not None:
-            self._answer(batch)
+            try:
+                self._answer(batch)
+            except Exception as failure:  # it must not end the thread, which all later requests need
+                error = _error_of(failure)
+                if batch.num_requests > 0:
+                    batch.fail(CODES["INTERNAL"], message_of(error))
 
     def _answer(self, batch: QueuedBatch) -> None:
         receivers = [(to, begin, size) for to, begin, size in batch.receivers() if to.acquire()]
