@@ -9,7 +9,8 @@ import asyncio
 import math
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from persia._native import ServingFront
@@ -24,21 +25,24 @@ _ANY_ZLIB = 47  # window bits: of gzip and of zlib
 class Call:
     """One call. Only on the event loop."""
 
-    def __init__(self, front: ServingFront, number: int, max_message_bytes: int, said: Any) -> None:
+    def __init__(self, front: ServingFront, number: int, limits: Limits, said: Any) -> None:
         self.method: str
         self.authorization: str | None
         self.begin_ns: int  # of time.monotonic_ns(), when its bytes arrived
-        self._deadline_ns: int | None
-        self.method, self.authorization, self._encoding, self.peer, self.begin_ns, self._deadline_ns = said
-        self.task: asyncio.Task[None] | None = None
-        self._front, self._number, self._max_bytes = front, number, max_message_bytes
+        deadline_ns: int | None  # the client's
+        self.method, self.authorization, self._encoding, self.peer, self.begin_ns, deadline_ns = said
+        self._deadline_ns = math.inf if deadline_ns is None else deadline_ns
+        if self.method not in limits.endless:
+            self._deadline_ns = min(self._deadline_ns, self.begin_ns + limits.timeout_s * 1e9)
+        self.status = ""  # of gRPC, once it is finished
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._front, self._number, self._max_bytes = front, number, limits.max_message_bytes
         self._arrived: asyncio.Queue[tuple[bytes, bool] | None] = asyncio.Queue()
 
     @property
     def left_s(self) -> float:
-        """Until the client's deadline; infinity: it has none."""
-        if self._deadline_ns is None:
-            return math.inf
+        """Until its deadline; infinity: it has none."""
         return (self._deadline_ns - time.monotonic_ns()) / 1e9
 
     def arrive(self, message: tuple[bytes, bool] | None) -> None:
@@ -60,27 +64,64 @@ class Call:
         self._front.send(self._number, message)
 
     def finish(self, status: str, text: str = "") -> None:
-        self._front.finish(self._number, CODES[status], text)
+        """Without effect on a call that is finished."""
+        if not self.status:
+            self.status = status
+            self._front.finish(self._number, CODES[status], text)
+
+    def begin(self, handler: Handler) -> None:
+        """Lets `handler` answer, until its deadline."""
+        loop = asyncio.get_running_loop()
+        self._task = loop.create_task(_answer(self, handler))
+        if self._deadline_ns != math.inf:
+            self._timer = loop.call_later(max(0.0, self.left_s), self._expire)
+
+    def close(self) -> None:
+        """The last of it: it is answered, or its client has left."""
+        if not self.status and self.left_s <= 0:
+            self.status = "DEADLINE_EXCEEDED"  # which the front or the client saw first
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()  # without effect on one that has answered
+
+    def _expire(self) -> None:
+        self.finish("DEADLINE_EXCEEDED", "the request's deadline passed before its answer")
+        self.close()
 
     def _inflated(self, content: bytes) -> bytes:
         if self._encoding not in ("gzip", "deflate"):
-            raise InvalidArgumentError(
-                f"the message is compressed by {self._encoding!r:.40}: send gzip, deflate or identity"
-            )
+            text = f"the message is compressed by {self._encoding!r:.40}: send gzip, deflate or identity"
+            self.finish("UNIMPLEMENTED", text)  # as gRPC wants it; no error of ours has that status
+            raise InvalidArgumentError(text)
         inflater = zlib.decompressobj(_ANY_ZLIB)
         try:
-            inflated = inflater.decompress(content, self._max_bytes)
+            inflated = inflater.decompress(content, self._max_bytes + 1)
         except zlib.error as failure:
             raise InvalidArgumentError(f"the message is no {self._encoding}: {failure}") from None
-        if inflater.unconsumed_tail or not inflater.eof:
+        if len(inflated) > self._max_bytes:
             raise ResourceExhaustedError(
-                f"the message has more than {self._max_bytes} bytes, or is cut short: send several requests, "
-                "or raise --max-request-mib"
+                f"the message has more than {self._max_bytes} bytes: send several requests, or raise "
+                "--max-request-mib"
+            )
+        if not inflater.eof or inflater.unused_data:
+            raise InvalidArgumentError(
+                f"the message's {len(content)} bytes are not one whole {self._encoding}: send one for each "
+                "message"
             )
         return inflated
 
 
 Handler = Callable[[Call], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of calls."""
+
+    max_message_bytes: int  # also of one that is inflated
+    timeout_s: float  # of calls without an earlier deadline
+    endless: Collection[str] = ()  # paths of methods that end when the client wants, or by its deadline
 
 
 class GrpcPort:
@@ -92,10 +133,10 @@ class GrpcPort:
         handlers: Mapping[str, Handler],
         access: Access,
         statistics: ServingStatistics,
-        max_message_bytes: int,
+        limits: Limits,
     ) -> None:
         self._front, self._handlers, self._access = front, handlers, access
-        self._statistics, self._max_bytes = statistics, max_message_bytes
+        self._statistics, self._limits = statistics, limits
         self._calls: dict[int, Call] = {}
 
     def attach(self) -> None:
@@ -105,10 +146,11 @@ class GrpcPort:
     def detach(self) -> None:
         asyncio.get_running_loop().remove_reader(self._front.fileno())
 
-    def end(self, method: str) -> None:
-        """Ends calls of a method that has no end."""
+    def end(self, method: str, last: bytes) -> None:
+        """Ends calls of a method that has no end, with a last message."""
         for call in self._calls.values():
             if call.method == method:
+                call.send(last)
                 call.finish("UNAVAILABLE", "the server is stopping: ask another one")
 
     def _take(self) -> None:
@@ -118,14 +160,12 @@ class GrpcPort:
             elif (call := self._calls.get(number)) is None:
                 continue  # it was refused
             elif kind == "closed":
-                del self._calls[number]
-                if call.task is not None:
-                    call.task.cancel()  # without effect on one that has answered
+                self._calls.pop(number).close()
             else:
                 call.arrive(said)
 
     def _begin(self, number: int, said: Any) -> None:
-        call = Call(self._front, number, self._max_bytes, said)
+        call = Call(self._front, number, self._limits, said)
         refusal = refusal_of(self._access, self._statistics, call.method, call.authorization, call.peer)
         handler = self._handlers.get(call.method)
         if refusal:
@@ -134,7 +174,7 @@ class GrpcPort:
             call.finish("UNIMPLEMENTED", f"this server has no method {call.method!r:.200}")
         else:
             self._calls[number] = call
-            call.task = asyncio.get_running_loop().create_task(_answer(call, handler))
+            call.begin(handler)
 
 
 async def _answer(call: Call, handler: Handler) -> None:

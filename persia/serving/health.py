@@ -13,6 +13,11 @@ from persia.serving.grpc_port import Call, Handler
 from persia.serving.protocol import POOL, SERVICE, parsed
 
 WATCH = f"/{health.SERVICE_NAME}/Watch"
+_REFLECT = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+ENDLESS = (WATCH, _REFLECT)
+NOT_SERVING = health_pb2.HealthCheckResponse(
+    status=health_pb2.HealthCheckResponse.NOT_SERVING
+).SerializeToString()
 _SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 
 
@@ -41,7 +46,7 @@ def standard_handlers(states: health.aio.HealthServicer) -> dict[str, Handler]:
     return {
         f"/{health.SERVICE_NAME}/Check": check,
         WATCH: watch,
-        f"/{reflection.SERVICE_NAME}/ServerReflectionInfo": reflect,
+        _REFLECT: reflect,
     }
 
 

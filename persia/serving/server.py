@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvloop
+from aiohttp import web
 from grpc_health.v1 import health, health_pb2
 
 from persia import env
@@ -27,8 +28,8 @@ from persia.security.secret import INFERENCE
 from persia.serving.access import Access
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.canary import Canary, CanaryOptions
-from persia.serving.grpc_port import GrpcPort
-from persia.serving.health import WATCH, standard_handlers
+from persia.serving.grpc_port import GrpcPort, Limits
+from persia.serving.health import ENDLESS, NOT_SERVING, WATCH, standard_handlers
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
 from persia.serving.predictor import ModelSettings
@@ -183,48 +184,53 @@ async def _serve(
         loop.add_signal_handler(number, stop.set)
     max_requests = options.batching.max_queued + _MAX_UNQUEUED
     front = _front(inference, options, access, max_requests)
-    model = inference.model
+    name = inference.model.settings.name
     states = health.aio.HealthServicer()
     handlers = {**Servicer(inference).handlers(), **standard_handlers(states)}
-    calls = GrpcPort(front, handlers, access, inference.statistics, options.max_request_bytes)
+    limits = Limits(options.max_request_bytes, options.timeout_s, ENDLESS)
+    calls = GrpcPort(front, handlers, access, inference.statistics, limits)
     _use_inputs(front, inference)
     calls.attach()
     port = front.start(options.host, options.port)
     http = None
-    if options.http_port is not None:
-        http, http_port = await HttpEndpoint(inference, asyncio.Semaphore(max_requests), access).listen(
-            options.host, options.http_port, options.max_request_bytes
-        )
+    try:
+        if options.http_port is not None:
+            http = await _serve_http(inference, options, access, max_requests)
         get_default_logger().info(
-            "%s is served at %s://%s:%d/v2/models/%s",
-            model.settings.name,
-            "http" if access.tls is None else "https",
-            options.host,
-            http_port,
-            model.settings.name,
+            "%s is served at %s:%d (Open Inference Protocol over gRPC)", name, options.host, port
         )
+        if observer.address:
+            get_default_logger().info("metrics and status are at %s", observer.address)
+        reports = asyncio.create_task(_follow_model(front, inference, states))
+        # Ready only now: a probe that passes earlier would send requests to a closed port.
+        observer.serving = True
+        with _advertised(options, port, observer.address):
+            await stop.wait()
+        observer.serving = False
+        reports.cancel()
+        # Load balancers must see NOT_SERVING before the port closes.
+        await states.enter_graceful_shutdown()
+        calls.end(WATCH, NOT_SERVING)
+    finally:
+        # Its thread uses what is closed next.
+        stopping = asyncio.to_thread(front.stop, _DRAIN_S)
+        await asyncio.gather(stopping, *(() if http is None else (http.cleanup(),)))
+        calls.detach()
+    get_default_logger().info("%s is no longer served", name)
+
+
+async def _serve_http(
+    inference: Inference, options: ServingOptions, access: Access, max_requests: int
+) -> web.AppRunner:
+    endpoint = HttpEndpoint(inference, asyncio.Semaphore(max_requests), access)
+    assert options.http_port is not None
+    runner, port = await endpoint.listen(options.host, options.http_port, options.max_request_bytes)
+    name = inference.model.settings.name
+    scheme = "http" if access.tls is None else "https"
     get_default_logger().info(
-        "%s is served at %s:%d (Open Inference Protocol over gRPC)",
-        model.settings.name,
-        options.host,
-        port,
+        "%s is served at %s://%s:%d/v2/models/%s", name, scheme, options.host, port, name
     )
-    if observer.address:
-        get_default_logger().info("metrics and status are at %s", observer.address)
-    reports = asyncio.create_task(_follow_model(front, inference, states))
-    # Ready only now: a probe that passes earlier would send requests to a closed port.
-    observer.serving = True
-    with _advertised(options, port, observer.address):
-        await stop.wait()
-    observer.serving = False
-    reports.cancel()
-    # Load balancers must see NOT_SERVING before the port closes.
-    await states.enter_graceful_shutdown()
-    calls.end(WATCH)
-    stopping = asyncio.to_thread(front.stop, _DRAIN_S)
-    await asyncio.gather(stopping, *(() if http is None else (http.cleanup(),)))
-    calls.detach()
-    get_default_logger().info("%s is no longer served", model.settings.name)
+    return runner
 
 
 @contextlib.contextmanager

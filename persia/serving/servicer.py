@@ -67,7 +67,7 @@ class Servicer:
                 reply = ParseDict(found, reply_class()) if isinstance(found, dict) else found
                 call.send(reply.SerializeToString())
             except BaseException as failure:
-                code = status_of(failure)[0]
+                code = call.status or status_of(failure)[0]  # it may have been finished by its deadline
                 raise
             finally:
                 if name == _COUNTED:
