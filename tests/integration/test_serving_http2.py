@@ -147,8 +147,11 @@ def num_counted(served: Served) -> int:
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_clients_that_break_the_protocol(served: Served, name: str) -> None:
+    before = num_counted(served)
     spoken_to(served, BROKEN[name])
     assert served.infer(GOOD) == EXPECTED
+    # What breaks only the message is a request that the server refuses.
+    assert num_counted(served) - before == (2 if name.startswith("a message") else 1)
 
 
 def test_damaged_frames(served: Served) -> None:
