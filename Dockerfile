@@ -20,6 +20,7 @@ FROM base AS wheel
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ libasio-dev libzstd-dev libxxhash-dev libssl-dev \
+       libnghttp2-dev \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY pyproject.toml setup.py MANIFEST.in README.md LICENSE ./
@@ -28,6 +29,11 @@ COPY persia persia
 RUN pip wheel --no-deps --wheel-dir /wheels .
 
 FROM base AS runtime
+# What the wheel's module needs beside the libraries of the base image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends libnghttp2-14 \
+    && rm -rf /var/lib/apt/lists/*
 COPY examples /opt/persia/examples
 WORKDIR /opt/persia
 CMD ["persia-launcher", "--help"]

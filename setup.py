@@ -1,8 +1,8 @@
 """Builds the native module with CMake; everything else is said in pyproject.toml.
 
-What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd, xxHash and OpenSSL) is
-looked for first, so that a machine without it gets the list of packages to install at once, instead of a page
-of compiler output.
+What CMake needs and pip cannot bring (a C++20 compiler, headers of Python, Asio, zstd, xxHash, OpenSSL and
+nghttp2) is looked for first, so that a machine without it gets the list of packages to install at once,
+instead of a page of compiler output.
 """
 
 from __future__ import annotations
@@ -79,6 +79,10 @@ def has_openssl() -> bool:
     return compiles("#include <openssl/ssl.h>\n", "-E")
 
 
+def has_nghttp2() -> bool:
+    return compiles("#include <nghttp2/nghttp2.h>\n", "-E")
+
+
 COMPILER = Requirement("a C++20 compiler (g++ 11, clang 14, or later)", "g++", "gcc-c++", has_cxx20)
 HEADERS = (
     Requirement(f"the headers of {PYTHON} (Python.h)", f"{PYTHON}-dev", "python3-devel", has_python_headers),
@@ -86,6 +90,9 @@ HEADERS = (
     Requirement("zstd with its headers (zstd.h)", "libzstd-dev", "libzstd-devel", has_zstd),
     Requirement("xxHash's header (xxhash.h)", "libxxhash-dev", "xxhash-devel", has_xxhash),
     Requirement("OpenSSL 3 with its headers (openssl/ssl.h)", "libssl-dev", "openssl-devel", has_openssl),
+    Requirement(
+        "nghttp2 with its headers (nghttp2/nghttp2.h)", "libnghttp2-dev", "libnghttp2-devel", has_nghttp2
+    ),
 )
 
 

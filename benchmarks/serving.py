@@ -160,7 +160,10 @@ def main() -> None:
             with followed(folder, arguments.core) as server:
                 measure_rates({"packets": None}, server, folder, arguments)
         use_version(folder, 1)
+        cores = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {max(cores)})  # the server inherits it, and computes with one thread
         with served(folder, core=None) as server:
+            os.sched_setaffinity(0, {min(cores)})
             measure_capacity(server, folder, arguments.seconds)
 
 
@@ -181,25 +184,21 @@ def measure_rates(
 def measure_capacity(server: tuple[str, int], folder: Path, seconds: float) -> None:
     """Prints the most requests/s, and the answers in time at twice and ten times as many, with the floors.
 
-    The server has one core from here on, and the client another one if there are two.
+    The server has one core, and the client another one if there are two.
     """
     address, pid = server
-    client_core, server_core = min(os.sched_getaffinity(0)), max(os.sched_getaffinity(0))
-    for process, own in ((os.getpid(), client_core), (pid, server_core)):
-        for thread in Path(f"/proc/{process}/task").iterdir():
-            os.sched_setaffinity(int(thread.name), {own})
     messages = requests(folder)
     for what, asked, floor in (
         ("as they are", messages, 1600),
         ("1 sample", [single(request) for request in messages], 5000),
     ):
-        most, by_cpu = asyncio.run(throughput(address, pid, asked, seconds))
+        most, by_cpu = throughput(address, pid, asked, seconds)
         print(f"most requests/s, {what}: {most:,.0f}; by processor time {by_cpu:,.0f} (floor {floor:,})")
         for times, share in ((2, 0.9), (10, 0.8)):
-            in_time = asyncio.run(overloaded(address, asked, times * most, seconds))
+            in_time, refused_s = overloaded(address, asked, times * most, seconds)
             print(
                 f"  {times} times as many offered, {DEADLINE_S * 1e3:.0f} ms deadlines: {in_time / most:.0%} "
-                f"of them answered in time (floor {share:.0%})",
+                f"of them answered in time (floor {share:.0%}), a refusal takes {refused_s * 1e6:,.0f} us",
                 flush=True,
             )
 

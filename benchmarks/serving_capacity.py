@@ -6,17 +6,14 @@ given by processor time, too: what the server could answer with a core to itself
 
 from __future__ import annotations
 
-import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
 
-import grpc
-
+from benchmarks.grpc_load import closed_loop, open_loop
 from persia.embedding.data import IDTypeFeature, NonIDTypeFeature, PersiaBatch
-from persia.serving.protocol import SERVICE, message, tensors_of
+from persia.serving.protocol import message, tensors_of
 from persia.serving.tensors import batch_of
 
 __all__ = ["DEADLINE_S", "overloaded", "single", "throughput"]
@@ -44,46 +41,19 @@ def single(request: bytes) -> bytes:
     return encoded
 
 
-async def throughput(
-    address: str, pid: int, messages: Sequence[bytes], seconds: float
-) -> tuple[float, float]:
+def throughput(address: str, pid: int, messages: Sequence[bytes], seconds: float) -> tuple[float, float]:
     """Requests/s with `IN_FLIGHT` at a time, by the clock and by the processor time of the server."""
-    count, began_s, began_cpu_s = 0, time.perf_counter(), _cpu_s(pid)
-    async with grpc.aio.insecure_channel(address) as channel:
-        infer: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-
-        async def ask() -> None:
-            nonlocal count
-            while time.perf_counter() - began_s < seconds:
-                count += 1
-                await infer(messages[count % len(messages)], timeout=TIMEOUT_S)
-
-        await asyncio.gather(*(ask() for _ in range(IN_FLIGHT)))
-    return count / (time.perf_counter() - began_s), count / max(0.01, _cpu_s(pid) - began_cpu_s)
+    began_cpu_s = _cpu_s(pid)
+    count = len(closed_loop(address, messages, IN_FLIGHT, seconds, TIMEOUT_S).times_s)
+    return count / seconds, count / max(0.01, _cpu_s(pid) - began_cpu_s)
 
 
-async def overloaded(address: str, messages: Sequence[bytes], rate: float, seconds: float) -> float:
-    """Answers/s within `DEADLINE_S` of when each of `rate` requests a second was due."""
-    num_answered = 0
-    async with grpc.aio.insecure_channel(address) as channel:
-        infer: Any = channel.unary_unary(f"/{SERVICE}/ModelInfer")
-        began_s = time.perf_counter() + 0.1
-
-        async def ask(number: int) -> None:
-            nonlocal num_answered
-            due_s = began_s + number / rate
-            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-            # What a client that falls behind sends late has less time left, as its user waits already.
-            if (left_s := due_s + DEADLINE_S - time.perf_counter()) <= 0:
-                return
-            try:
-                await infer(messages[number % len(messages)], timeout=left_s)
-                num_answered += 1
-            except grpc.aio.AioRpcError:
-                pass
-
-        await asyncio.gather(*(ask(number) for number in range(int(rate * seconds))))
-    return num_answered / seconds
+def overloaded(address: str, messages: Sequence[bytes], rate: float, seconds: float) -> tuple[float, float]:
+    """Answers/s within `DEADLINE_S` of when each of `rate` requests a second was due, and the median time of
+    a refusal [s]."""
+    outcome = open_loop(address, messages, rate, seconds, DEADLINE_S)
+    in_time = sum(time_s <= DEADLINE_S for time_s in outcome.times_s)
+    return in_time / seconds, median(outcome.failed_s) if outcome.failed_s else 0.0
 
 
 def _cpu_s(pid: int) -> float:

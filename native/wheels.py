@@ -49,7 +49,7 @@ REQUIREMENTS = (
     "wheel",
     "ziglang==0.17.1",
 )
-HEADERS = ("asio", "asio.hpp", "xxh3.h", "xxhash.h", "zstd.h", "zstd_errors.h")
+HEADERS = ("asio", "asio.hpp", "nghttp2", "xxh3.h", "xxhash.h", "zstd.h", "zstd_errors.h")
 # auditwheel knows the tags of the machine's own architecture alone.
 AUDITWHEEL = """
 import platform, sys
@@ -140,7 +140,7 @@ def host_headers() -> Path:
         if source is None:
             sys.exit(
                 f"wheels: {name} was not found in /usr/include. Install it:\n"
-                "  apt-get install libasio-dev libzstd-dev libxxhash-dev"
+                "  apt-get install libasio-dev libzstd-dev libxxhash-dev libnghttp2-dev"
             )
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(source)
@@ -181,6 +181,11 @@ def static_openssl(architecture: str, library: str) -> Path:
     return static_library(architecture, f"{architecture}-linux-gnu/{library}.a", f"libssl-dev:{debian}")
 
 
+def static_nghttp2(architecture: str) -> Path:
+    debian = "arm64" if architecture == "aarch64" else "amd64"
+    return static_library(architecture, f"{architecture}-linux-gnu/libnghttp2.a", f"libnghttp2-dev:{debian}")
+
+
 def static_libgcc(architecture: str) -> Path:
     """Linked before zig's runtime library, which then is not used.
 
@@ -207,6 +212,8 @@ def compiler(architecture: str) -> tuple[dict[str, str], list[str]]:
         f"-DXXHASH_INCLUDE_DIR={headers}",
         f"-DZSTD_INCLUDE_DIR={headers}",
         f"-DZSTD_LIBRARY={static_zstd(architecture)}",
+        f"-DNGHTTP2_INCLUDE_DIR={headers}",
+        f"-DNGHTTP2_LIBRARY={static_nghttp2(architecture)}",
         f"-DOPENSSL_INCLUDE_DIR={openssl_headers(architecture)}",
         f"-DOPENSSL_SSL_LIBRARY={static_openssl(architecture, 'libssl')}",
         f"-DOPENSSL_CRYPTO_LIBRARY={static_openssl(architecture, 'libcrypto')}",
@@ -380,7 +387,8 @@ def require_emulator(*others: str) -> None:
         sys.exit(
             "wheels: emulation needs qemu, arm64's C library and GoogleTest's sources. Install them:\n"
             "  dpkg --add-architecture arm64 && apt-get update\n"
-            "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 libssl-dev:arm64 googletest"
+            "  apt-get install qemu-user-static libc6:arm64 libzstd-dev:arm64 libssl-dev:arm64 "
+            "libnghttp2-dev:arm64 googletest"
         )
 
 

@@ -6,7 +6,7 @@ around every call that may block or compute. Failures raise `persia.errors.Persi
 code.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -46,6 +46,98 @@ def start_trace(capacity: int) -> None:
 def stop_trace(one_in: int = 0) -> tuple[list[tuple[str, int, int, int, int | None, int]], int]:
     """Ends it: (name, begin [ns], end [ns], reference or 0, batch_id, thread) of each span, and how many did
     not fit. `one_in`: only spans of the batches whose number is a multiple of it; 0: all."""
+
+class RequestCounts:
+    """What became of requests for predictions. Thread-safe."""
+
+    def __init__(self, name: str) -> None: ...
+    def add(self, begin_ns: int, code: int) -> None: ...  # of time.monotonic_ns(), and gRPC's status
+    # Requests by code, ns of those with code 0, ns of the others, ms since 1970 of the last one.
+    def snapshot(self) -> tuple[list[int], int, int, int]: ...
+    def durations(self) -> tuple[list[int], float, float]: ...  # as of DurationStats
+
+class QueuedRequest:
+    def give_up(self) -> None:
+        """It need not be computed any more."""
+
+class QueuedBatch:
+    """Requests that are computed together. One of answer, fail and split ends it."""
+
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def num_samples(self) -> int: ...
+    def message(self) -> bytes:
+        """All samples as one PersiaBatch."""
+
+    def receivers(self) -> list[tuple[Any, int, int]]:
+        """(on_late, first sample, samples) of each request of Python, which the caller answers."""
+
+    def answer(
+        self,
+        model_name: str,
+        version: str,
+        marks: Sequence[str],
+        outputs: Sequence[tuple[str, NDArray[Any]]],
+    ) -> None: ...
+    def fail(self, code: int, message: str) -> None: ...
+    def split(self) -> list[QueuedBatch]:
+        """A batch of each request."""
+
+class RequestQueue:
+    """Requests that wait to be computed. Thread-safe."""
+
+    def __init__(
+        self, max_batch_size: int, max_delay_s: float, max_queued: int, num_threads: int
+    ) -> None: ...
+    def submit(self, content: Buffer, timeout_s: float, on_late: Callable[[str], None]) -> QueuedRequest:
+        """`content`: of PersiaBatch.to_bytes. `on_late` is called, from any thread, if the request is not
+        computed in time."""
+
+    def next(self) -> QueuedBatch | None:
+        """Waits for one; None: it is closed and empty."""
+
+    def close(self) -> None: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+
+class ServingFront:
+    """The gRPC port for predictions: plain requests join the queue, other calls become events."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        counts: RequestCounts,
+        timeout_s: float,
+        max_message_bytes: int,
+        max_calls: int,
+        token_digest: bytes | None = None,
+        tls: tuple[str, str, str] | None = None,
+    ) -> None: ...  # tls: certificate, key and CA of clients, or ""
+    def start(self, host: str, port: int) -> int: ...
+    def stop(self, timeout_s: float) -> None:
+        """Begins no more calls; those under way are answered, or cut off after `timeout_s`."""
+
+    def set_inputs(
+        self,
+        model_name: str,
+        ids: Sequence[str] | None,
+        dense: Sequence[tuple[str, int, Sequence[int]]],
+        by_name: bool,
+        allow_nonfinite: bool,
+    ) -> None:
+        """What plain requests have. `ids` None: the model has no signature. `dense`: name, number of the
+        dtype in PersiaBatch.to_bytes, shape of a sample. `by_name`: tensors may be named like features."""
+
+    def fileno(self) -> int: ...  # readable while there are events
+    def take_events(self) -> list[tuple[int, str, Any]]:
+        """(number of the call, kind, what it says) each: "call" (method, authorization, encoding, peer,
+        arrived [ns], deadline [ns] or None); "message" (bytes, is compressed); "end" None; "closed" None."""
+
+    def send(self, call: int, message: bytes) -> None: ...
+    def finish(self, call: int, code: int, text: str) -> None: ...
 
 def set_identity(role: str, key: bytes, accepted: Mapping[str, bytes]) -> None:
     """Says who this process is on RPC connections. `key` is that of its role, `accepted` has the keys of the

@@ -211,7 +211,10 @@ class PersiaBatch:
         if magic != _MAGIC or version != _VERSION or requires_grad > 1:
             raise CorruptionError(f"not a batch of version {_VERSION}: magic {magic:#x}, version {version}")
         if _HEADER.size + id_bytes + dense_bytes != len(data):
-            raise CorruptionError(f"a batch of {id_bytes} + {dense_bytes} bytes came with {len(data)}")
+            raise CorruptionError(
+                f"a batch has {len(data)} bytes, and by its header {_HEADER.size + id_bytes + dense_bytes}: "
+                "give all that to_bytes() returned, and nothing else"
+            )
         body = memoryview(data)[_HEADER.size :]
         try:
             ids = [IDTypeFeature._of(*feature) for feature in _native.decode_id_features(body[:id_bytes])]

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from aiohttp import web
 
-from persia.errors import ConfigError, PersiaError
-from persia.logger import get_default_logger
+from persia.errors import ConfigError
 from persia.security import HttpCheck, audit, serve_check
 from persia.security.tls import TlsFiles, job_tls
 from persia.serving.protocol import SERVICE
@@ -63,26 +61,14 @@ class Access:
 EVERYBODY = Access(check=None, tls=None)
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token before their message is read."""
-
-    def __init__(self, access: Access, statistics: ServingStatistics) -> None:
-        self._access, self._statistics = access, statistics
-
-    async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
-        method = str(details.method)
-        if method in _OPEN_CALLS:
-            return await continuation(details)
-        values = [value for name, value in details.invocation_metadata or () if name == "authorization"]
-        if self._access.admits(values[0] if len(values) == 1 and isinstance(values[0], str) else None):
-            return await continuation(details)
-
-        async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            _record(self._statistics, context.peer(), method)
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
-
-        # Of a stream, whatever the method is: another kind would read the message first.
-        return grpc.stream_stream_rpc_method_handler(refuse)
+def refusal_of(
+    access: Access, statistics: ServingStatistics, method: str, authorization: str | None, peer: str
+) -> str:
+    """Why a call of gRPC is refused, by its header fields; empty: it is not."""
+    if method in _OPEN_CALLS or access.admits(authorization):
+        return ""
+    _record(statistics, peer, method[:_SHOWN])
+    return _REFUSAL
 
 
 def token_middleware(access: Access, statistics: ServingStatistics) -> Any:
@@ -102,39 +88,3 @@ def token_middleware(access: Access, statistics: ServingStatistics) -> Any:
 def _record(statistics: ServingStatistics, peer: str, method: str) -> None:
     statistics.add_request(time.monotonic_ns(), "UNAUTHENTICATED")
     audit.record(peer=peer, role=None, method=method, outcome="refused", reason="no token of `serve`")
-
-
-def grpc_credentials(tls: TlsFiles) -> grpc.ServerCredentials:
-    """They follow the files: each handshake asks whether there are new ones. ConfigError: no such file."""
-    used = warned = tls.stamp()
-
-    def renewed() -> Any:
-        nonlocal used, warned
-        if (stamp := tls.stamp()) == used:
-            return None
-        try:
-            # The pair must match: gRPC would refuse clients with one that does not.
-            TlsFiles(tls.certificate, tls.key, tls.ca)
-            configuration = _configuration(tls)
-        except (PersiaError, OSError) as error:
-            if stamp != warned:  # anybody who can connect begins handshakes
-                get_default_logger().warning("%s; the certificate read before is used", error)
-            warned = stamp
-            return None
-        if tls.stamp() != stamp:  # they change right now
-            return None
-        used = stamp
-        return configuration
-
-    try:
-        first = _configuration(tls)
-    except OSError as error:  # the files have changed since `tls` was made
-        raise ConfigError(f"TLS: {error}: start the server again when its files are complete") from error
-    return grpc.dynamic_ssl_server_credentials(
-        first, renewed, require_client_authentication=tls.ca is not None
-    )
-
-
-def _configuration(tls: TlsFiles) -> Any:
-    pair = tls.key.read_bytes(), tls.certificate.read_bytes()
-    return grpc.ssl_server_certificate_configuration([pair], None if tls.ca is None else tls.ca.read_bytes())

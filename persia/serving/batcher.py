@@ -2,31 +2,26 @@
 
 While a batch is computed the next requests gather, so batches grow with the load by themselves; a delay is
 only worth while where a model on a GPU leaves the queue empty too often.
+
+The queue is native: requests of the gRPC port wait in it without Python, beside those that Python submits.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from persia._native import QueuedBatch, RequestQueue
 from persia.embedding.data import PersiaBatch
-from persia.errors import (
-    DeadlineExceededError,
-    InvalidArgumentError,
-    PersiaError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
-from persia.serving.batch_predict import Layout, Predict, Prediction, layout_of, predict_together
+from persia.errors import DeadlineExceededError, InternalError, PersiaError, UnavailableError
+from persia.logger import get_default_logger
+from persia.serving.batch_predict import Predict, Prediction
+from persia.serving.protocol import CODES, message_of, status_of
+from persia.serving.tensors import datatype_of
 
 # Threads are daemons: a computation that takes longer than this does not keep the process.
 _CLOSE_S = 10.0
-_FLAT = 1e-3  # sizes whose variance is a smaller share of their square are equal
-_LATELY = 0.1  # the share of the last batch in averages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,60 +35,31 @@ class BatchingOptions:
 
 
 @dataclass
-class _Request:
-    batch: PersiaBatch
-    expires_at: float  # by time.monotonic(); the client waits no longer
+class _Submitted:
+    """A request of Python. The queue calls it when its deadline has passed."""
+
     future: Future[Prediction] = field(default_factory=Future)
-    layout: Layout = ()
 
-    def is_wanted(self) -> bool:
-        """Acquires it for computation. False: its caller has cancelled it, or its deadline has passed."""
-        # From here on the future cannot be cancelled, so its result is set exactly once.
-        if not self.future.set_running_or_notify_cancel():
+    def __call__(self, message: str) -> None:
+        if self.acquire():
+            self.future.set_exception(DeadlineExceededError(message))
+
+    def acquire(self) -> bool:
+        """False: its caller has cancelled it. From here on it cannot, so its result is set exactly once."""
+        if self.future.cancelled():  # also asked by each part of a batch that failed
             return False
-        if time.monotonic() < self.expires_at:
-            return True
-        self.future.set_exception(
-            DeadlineExceededError("the request's deadline passed while it was queued: the server is behind")
-        )
-        return False
-
-
-class _BatchTimes:
-    """How long batches took lately: a straight line, with a time for each batch and one for each sample."""
-
-    def __init__(self) -> None:
-        self._means: list[float] = []  # of size, seconds, their product and the square of the size
-
-    def add(self, num_samples: int, took_s: float) -> None:
-        new = [num_samples, took_s, num_samples * took_s, num_samples**2]
-        pairs = zip(self._means, new, strict=True)
-        self._means = [mean + _LATELY * (value - mean) for mean, value in pairs] if self._means else new
-
-    def estimated_s(self, num_batches: int, num_samples: int) -> float:
-        """Of so many batches with so many samples in all; 0: none was computed yet."""
-        if not self._means:
-            return 0.0
-        size, took_s, product, square = self._means
-        variance = square - size**2
-        # Of equal sizes nobody knows: taken for the batches', so that no request is refused that need not be.
-        sample_s = max(0.0, product - size * took_s) / variance if variance > _FLAT * square else 0.0
-        batch_s = max(0.0, took_s - sample_s * size)
-        return num_batches * batch_s + num_samples * sample_s
+        return self.future.running() or self.future.set_running_or_notify_cancel()
 
 
 class Batcher:
     """Threads between requests and a predictor. `submit` never waits; a full queue refuses."""
 
-    def __init__(self, predict: Predict, options: BatchingOptions) -> None:
-        self._predict = predict
-        self._options = options
-        self._changed = threading.Condition()
-        self._waiting: deque[_Request] = deque()
-        self._num_samples = 0  # of the requests that wait
-        self._times = _BatchTimes()
-        self._num_running = 0
-        self._closed = False
+    def __init__(self, predict: Predict, options: BatchingOptions, model_name: str = "") -> None:
+        """`model_name`: in answers to requests of the gRPC port."""
+        self._predict, self._model_name = predict, model_name
+        self.queue = RequestQueue(
+            options.max_batch_size, options.max_delay_s, options.max_queued, options.num_threads
+        )
         self._threads = [
             threading.Thread(target=self._run, name=f"persia-predict-{i}", daemon=True)
             for i in range(options.num_threads)
@@ -105,111 +71,68 @@ class Batcher:
         """Queues a batch. Cancelling the future gives it up.
 
         InvalidArgumentError: more samples than a batch may have; ResourceExhaustedError: the queue is full,
-        or so long that the deadline would pass before the answer.
+        or so long that the deadline would pass before the answer; UnavailableError: it is closed.
         """
-        if batch.batch_size > self._options.max_batch_size:
-            raise InvalidArgumentError(
-                f"the batch has {batch.batch_size} samples, this server takes {self._options.max_batch_size} "
-                "at a time: send several requests, or raise --max-batch-size"
-            )
-        request = _Request(batch, time.monotonic() + timeout_s, layout=layout_of(batch))
-        with self._changed:
-            if self._closed:
-                raise UnavailableError("the server is stopping: ask another one")
-            # Refused and not held: behind a queue this long the deadline would pass, and a client can ask
-            # another server.
-            if len(self._waiting) >= self._options.max_queued:
-                raise ResourceExhaustedError(
-                    f"{len(self._waiting)} requests wait already (--max-queued): try again later, or ask "
-                    "another server"
-                )
-            if (wait_s := self._estimated_s(batch.batch_size)) > timeout_s:
-                raise ResourceExhaustedError(
-                    f"the answer would take {wait_s:.2f} s, and the client waits for {timeout_s:.2f} s: try "
-                    "again later, or ask another server"
-                )
-            self._waiting.append(request)
-            self._num_samples += batch.batch_size
-            self._changed.notify()
-        return request.future
+        submitted = _Submitted()
+        queued = self.queue.submit(batch.to_bytes(), timeout_s, submitted)
+
+        def give_up(future: Future[Prediction]) -> None:
+            if future.cancelled():
+                queued.give_up()
+
+        submitted.future.add_done_callback(give_up)
+        return submitted.future
 
     @property
     def num_waiting(self) -> int:
         """Requests whose batch has not begun."""
-        return len(self._waiting)
+        return self.queue.num_waiting
 
     @property
     def num_running(self) -> int:
         """Requests whose batch is being computed."""
-        return self._num_running
+        return self.queue.num_running
 
     def close(self) -> None:
         """Answers what is queued, and ends."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self.queue.close()
         for thread in self._threads:
             thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        while True:
-            gathered = self._gather()
-            if gathered is None:
+        while (batch := self.queue.next()) is not None:
+            try:
+                self._answer(batch)
+            except Exception as failure:  # it must not end the thread, which all later requests need
+                error = _error_of(failure)
+                if batch.num_requests > 0:
+                    batch.fail(CODES["INTERNAL"], message_of(error))
+
+    def _answer(self, batch: QueuedBatch) -> None:
+        receivers = [(to, begin, size) for to, begin, size in batch.receivers() if to.acquire()]
+        try:
+            answer = self._predict(PersiaBatch.from_bytes(batch.message()))
+            outputs = [(datatype_of(output.dtype.name), output) for output in answer.outputs]
+            batch.answer(self._model_name, answer.version, list(answer.parameters), outputs)
+        except Exception as failure:
+            # One batch's fault must not be the others': each gets an answer of its own. But a peer that does
+            # not answer would not answer them one by one either, and each would wait for it.
+            if batch.num_requests > 1 and not isinstance(failure, (UnavailableError, DeadlineExceededError)):
+                for part in batch.split():
+                    self._answer(part)
                 return
-            wanted = [request for request in gathered if request.is_wanted()]
-            if wanted:
-                with self._changed:
-                    self._num_running += len(wanted)
-                self._answer(wanted)
+            error = _error_of(failure)
+            batch.fail(CODES[status_of(error)[0]], message_of(error))
+            for receiver, _, _ in receivers:
+                receiver.future.set_exception(error)
+        else:
+            for receiver, begin, size in receivers:
+                own = [output[begin : begin + size] for output in answer.outputs]
+                receiver.future.set_result(replace(answer, outputs=own))
 
-    def _gather(self) -> list[_Request] | None:
-        """Requests of one layout that fit one batch, the oldest first; None when it is closed and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
-                return None
-            # Counted from the moment a thread is free, so that a busy server adds no delay to that of the
-            # queue.
-            if self._options.max_delay_s > 0:
-                size = self._options.max_batch_size
-                self._changed.wait_for(
-                    lambda: self._closed or self._num_samples >= size,
-                    self._options.max_delay_s,
-                )
-            return self._take()
 
-    def _take(self) -> list[_Request]:
-        taken: list[_Request] = []
-        num_samples = 0
-        while self._waiting:
-            request = self._waiting[0]
-            num_samples += request.batch.batch_size
-            # Stops at the first that does not fit: taking later ones out of order could starve it.
-            if taken and (request.layout != taken[0].layout or num_samples > self._options.max_batch_size):
-                break
-            taken.append(self._waiting.popleft())
-            self._num_samples -= request.batch.batch_size
-        return taken
-
-    def _estimated_s(self, num_samples: int) -> float:
-        """Until a request with so many samples that is queued now would have its answer. Holds the lock."""
-        # An idle server takes every request: the estimate may be of a time when it was slow.
-        if not self._waiting and not self._num_running:
-            return 0.0
-        num_samples += self._num_samples
-        num_batches = -(-num_samples // self._options.max_batch_size)
-        return self._times.estimated_s(num_batches, num_samples) / self._options.num_threads
-
-    def _answer(self, requests: Sequence[_Request]) -> None:
-        started = time.monotonic()
-        answers = predict_together(self._predict, [request.batch for request in requests])
-        num_samples = sum(request.batch.batch_size for request in requests)
-        # Before the answers: who has the last of them sees no request running.
-        with self._changed:
-            self._times.add(num_samples, time.monotonic() - started)
-            self._num_running -= len(requests)
-        for request, answer in zip(requests, answers, strict=True):
-            if isinstance(answer, PersiaError):
-                request.future.set_exception(answer)
-            else:
-                request.future.set_result(answer)
+def _error_of(failure: Exception) -> PersiaError:
+    if isinstance(failure, PersiaError):
+        return failure
+    get_default_logger().error("a prediction failed", exc_info=failure)
+    return InternalError(f"the prediction failed: {type(failure).__name__}: {failure}")

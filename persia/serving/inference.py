@@ -36,14 +36,19 @@ class _Arrivals:
         self._arrived: deque[tuple[asyncio.Future[Prediction], Future[Prediction]]] = deque()
         self._is_scheduled = False
 
-    async def of(self, future: Future[Prediction]) -> Prediction:
-        """The result of `future`, or its error. Cancelled with this coroutine when the client goes away."""
+    async def of(self, future: Future[Prediction], left_s: float) -> Prediction:
+        """The result of `future`, or its error. Cancelled with this coroutine when the client goes away.
+
+        DeadlineExceededError: there is none after `left_s`.
+        """
         loop = asyncio.get_running_loop()
         awaited: asyncio.Future[Prediction] = loop.create_future()
         future.add_done_callback(lambda done: self._arrive(loop, awaited, done))
+        timer = loop.call_later(left_s, _expire, awaited)
         try:
             return await awaited
         finally:
+            timer.cancel()
             future.cancel()  # without effect on one that is done
 
     def _arrive(
@@ -71,6 +76,12 @@ class _Arrivals:
                 awaited.set_exception(failure)
             else:
                 awaited.set_result(done.result())
+
+
+def _expire(awaited: asyncio.Future[Prediction]) -> None:
+    if not awaited.done():
+        message = "the request's deadline passed before its answer: the server is behind"
+        awaited.set_exception(DeadlineExceededError(message))
 
 
 @dataclass(frozen=True)
@@ -114,7 +125,7 @@ class Inference:
         self, model: ServedModel, batcher: Batcher, tensors: Sequence[Tensor], left_s: float
     ) -> tuple[PersiaBatch, Prediction]:
         batch = model.checked(batch_of(tensors, model.signature))
-        return batch, await self._arrivals.of(batcher.submit(batch, left_s))
+        return batch, await self._arrivals.of(batcher.submit(batch, left_s), left_s)
 
     async def _ask_canary(
         self, canary: Canary, tensors: Sequence[Tensor], left_s: float
@@ -122,12 +133,7 @@ class Inference:
         assert canary.model is not None, "requests find it by its version"
         begin_ns, code = time.monotonic_ns(), "OK"
         try:
-            # A canary that never answers must not use up the requests that the server can hold.
-            asked = self._ask(canary.model, canary.batcher, tensors, left_s)
-            return await asyncio.wait_for(asked, left_s)
-        except asyncio.TimeoutError:
-            code = "DEADLINE_EXCEEDED"
-            raise DeadlineExceededError(f"the canary has not answered in {left_s:g} s") from None
+            return await self._ask(canary.model, canary.batcher, tensors, left_s)
         except BaseException as failure:
             code = status_of(failure)[0]
             raise

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
+import grpc
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from numpy.typing import NDArray
@@ -49,6 +51,9 @@ _STATUSES: list[tuple[type[BaseException], str, int]] = [
     (FailedPreconditionError, "FAILED_PRECONDITION", 500),
     (BaseException, "INTERNAL", 500),
 ]
+
+# Numbers of gRPC's status codes.
+CODES: dict[str, int] = {code.name: code.value[0] for code in grpc.StatusCode}
 
 # A gRPC client refuses 8 KiB of metadata and more, by another status, and each byte may be quoted as three.
 _MAX_MESSAGE_BYTES = 2000
@@ -88,6 +93,17 @@ METHODS: list[tuple[str, Any, Any]] = [
     )
     for method in _description.service[0].method
 ]
+
+
+def parsed(request_class: Any, content: bytes) -> Any:
+    """A message of that class. InvalidArgumentError: the bytes are none."""
+    try:
+        return request_class.FromString(content)
+    except DecodeError:
+        raise InvalidArgumentError(
+            f"the request's {len(content)} bytes are no {request_class.DESCRIPTOR.name} of the Open "
+            "Inference Protocol"
+        ) from None
 
 
 def tensors_of(request: Any) -> list[Tensor]:

@@ -8,33 +8,37 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from aiohttp import web
+from grpc_health.v1 import health, health_pb2
 
 from persia import env
+from persia._native import ServingFront
+from persia.embedding.dense_codec import DTYPES
 from persia.errors import FailedPreconditionError, PersiaError, StorageError
 from persia.job.connection import JobConnection
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import SERVING
 from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.security.secret import INFERENCE
-from persia.serving.access import Access, TokenInterceptor, grpc_credentials
+from persia.serving.access import Access
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.canary import Canary, CanaryOptions
+from persia.serving.grpc_port import GrpcPort, Limits
+from persia.serving.health import ENDLESS, NOT_SERVING, WATCH, standard_handlers
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
 from persia.serving.predictor import ModelSettings
-from persia.serving.protocol import POOL, SERVICE
+from persia.serving.protocol import SERVICE
 from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.servicer import Servicer
 from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
+from persia.storage.signature import DenseInput, IdInput
 
 _HEALTH_INTERVAL_S = 1.0
 _MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
@@ -91,7 +95,7 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
             batching = replace(batching, num_threads=2 * num_threads)
         statistics = ServingStatistics()
         # Registered after the model, so closed before it: what is queued is still answered.
-        batcher = Batcher(statistics.measured(model.predict), batching)
+        batcher = Batcher(statistics.measured(model.predict), batching, settings.name)
         stack.callback(batcher.close)
         canary = None
         if options.canary is not None:
@@ -137,21 +141,36 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-def _grpc_server(
-    inference: Inference, options: ServingOptions, access: Access, max_requests: int
-) -> grpc.aio.Server:
-    return grpc.aio.server(
-        # Beyond it gRPC refuses with RESOURCE_EXHAUSTED, without a line of Python. Without a bound it would
-        # cancel calls by itself, which clients do not try again.
-        maximum_concurrent_rpcs=max_requests,
-        # An interceptor costs each call time, so there is none where nothing is checked.
-        interceptors=[] if access.check is None else [TokenInterceptor(access, inference.statistics)],
-        options=[
-            ("grpc.so_reuseport", 0),  # else two processes could share a port unnoticed
-            ("grpc.max_receive_message_length", options.max_request_bytes),
-            # Only requests are of unknown origin; an answer is as large as the model makes it.
-            ("grpc.max_send_message_length", -1),
-        ],
+def _front(inference: Inference, options: ServingOptions, access: Access, max_requests: int) -> ServingFront:
+    tls = access.tls
+    return ServingFront(
+        inference.batcher.queue,
+        inference.statistics.requests,
+        options.timeout_s,
+        options.max_request_bytes,
+        max_requests,
+        None if access.check is None else access.check.token_digest,
+        None if tls is None else (str(tls.certificate), str(tls.key), str(tls.ca or "")),
+    )
+
+
+def _use_inputs(front: ServingFront, inference: Inference) -> None:
+    """Tells the front which requests are plain, so that it answers them without Python."""
+    # Whatever else is done with a request is done in Python.
+    if inference.canary is not None or inference.request_log is not None:
+        return
+    settings, signature = inference.model.settings, inference.model.signature
+    ids: Sequence[IdInput] = () if signature is None else signature.ids
+    dense: Sequence[DenseInput] = () if signature is None else signature.dense
+    # Such a name could be a feature's own, or say how many IDs another has.
+    names = [feature.name for feature in ids] + [feature.name for feature in dense]
+    is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
+    front.set_inputs(
+        settings.name,
+        None if signature is None else [feature.name for feature in ids],
+        [(f.name, [dtype.name for dtype in DTYPES].index(f.dtype), f.shape) for f in dense],
+        signature is not None and is_plain and not signature.repeated,
+        settings.allow_nonfinite,
     )
 
 
@@ -164,47 +183,54 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     max_requests = options.batching.max_queued + _MAX_UNQUEUED
-    server = _grpc_server(inference, options, access, max_requests)
-    model = inference.model
-    server.add_generic_rpc_handlers((Servicer(inference).handlers(),))
+    front = _front(inference, options, access, max_requests)
+    name = inference.model.settings.name
     states = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(states, server)
-    names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-    reflection.enable_server_reflection(names, server, POOL)
-    port = _listen(server, options, access)
+    handlers = {**Servicer(inference).handlers(), **standard_handlers(states)}
+    limits = Limits(options.max_request_bytes, options.timeout_s, ENDLESS)
+    calls = GrpcPort(front, handlers, access, inference.statistics, limits)
+    _use_inputs(front, inference)
+    calls.attach()
+    port = front.start(options.host, options.port)
     http = None
-    if options.http_port is not None:
-        http, http_port = await HttpEndpoint(inference, asyncio.Semaphore(max_requests), access).listen(
-            options.host, options.http_port, options.max_request_bytes
-        )
+    try:
+        if options.http_port is not None:
+            http = await _serve_http(inference, options, access, max_requests)
         get_default_logger().info(
-            "%s is served at %s://%s:%d/v2/models/%s",
-            model.settings.name,
-            "http" if access.tls is None else "https",
-            options.host,
-            http_port,
-            model.settings.name,
+            "%s is served at %s:%d (Open Inference Protocol over gRPC)", name, options.host, port
         )
-    await server.start()
+        if observer.address:
+            get_default_logger().info("metrics and status are at %s", observer.address)
+        reports = asyncio.create_task(_follow_model(front, inference, states))
+        # Ready only now: a probe that passes earlier would send requests to a closed port.
+        observer.serving = True
+        with _advertised(options, port, observer.address):
+            await stop.wait()
+        observer.serving = False
+        reports.cancel()
+        # Load balancers must see NOT_SERVING before the port closes.
+        await states.enter_graceful_shutdown()
+        calls.end(WATCH, NOT_SERVING)
+    finally:
+        # Its thread uses what is closed next.
+        stopping = asyncio.to_thread(front.stop, _DRAIN_S)
+        await asyncio.gather(stopping, *(() if http is None else (http.cleanup(),)))
+        calls.detach()
+    get_default_logger().info("%s is no longer served", name)
+
+
+async def _serve_http(
+    inference: Inference, options: ServingOptions, access: Access, max_requests: int
+) -> web.AppRunner:
+    endpoint = HttpEndpoint(inference, asyncio.Semaphore(max_requests), access)
+    assert options.http_port is not None
+    runner, port = await endpoint.listen(options.host, options.http_port, options.max_request_bytes)
+    name = inference.model.settings.name
+    scheme = "http" if access.tls is None else "https"
     get_default_logger().info(
-        "%s is served at %s:%d (Open Inference Protocol over gRPC)",
-        model.settings.name,
-        options.host,
-        port,
+        "%s is served at %s://%s:%d/v2/models/%s", name, scheme, options.host, port, name
     )
-    if observer.address:
-        get_default_logger().info("metrics and status are at %s", observer.address)
-    reports = asyncio.create_task(_report_health(model, states))
-    # Ready only now: a probe that passes earlier would send requests to a closed port.
-    observer.serving = True
-    with _advertised(options, port, observer.address):
-        await stop.wait()
-    observer.serving = False
-    reports.cancel()
-    # Load balancers must see NOT_SERVING before the port closes.
-    await states.enter_graceful_shutdown()
-    await asyncio.gather(server.stop(_DRAIN_S), *(() if http is None else (http.cleanup(),)))
-    get_default_logger().info("%s is no longer served", model.settings.name)
+    return runner
 
 
 @contextlib.contextmanager
@@ -250,19 +276,12 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
             stopped.wait(1.0)
 
 
-def _listen(server: grpc.aio.Server, options: ServingOptions, access: Access) -> int:
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    try:
-        if access.tls is None:
-            return server.add_insecure_port(f"{host}:{options.port}")
-        return server.add_secure_port(f"{host}:{options.port}", grpc_credentials(access.tls))
-    except RuntimeError as failure:
-        raise StorageError(f"cannot listen on {host}:{options.port} (--host, --port): {failure}") from None
-
-
-async def _report_health(model: ServedModel, states: health.aio.HealthServicer) -> None:
-    """For the server as a whole (""), and by the names of the service and of the model."""
+async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
+    """Reports health of the server as a whole (""), and by the names of the service and of the model."""
+    model = inference.model
     while True:
+        # Requests that the front reads by the features of the version before are checked again.
+        _use_inputs(front, inference)
         # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
         ready = await asyncio.to_thread(model.not_ready) is None
         state = (

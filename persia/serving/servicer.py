@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import DecodeError
 
-from persia.errors import DeadlineExceededError, InvalidArgumentError
+from persia.errors import DeadlineExceededError
+from persia.serving.grpc_port import Call, Handler
 from persia.serving.inference import Inference
-from persia.serving.protocol import METHODS, SERVICE, message_of, reply_of, status_of, tensors_of
+from persia.serving.protocol import METHODS, SERVICE, parsed, reply_of, status_of, tensors_of
 
 _Method = Callable[[Any, float], Any]  # answers with a message, or the dict of one, now or later
 
@@ -27,8 +24,8 @@ class Servicer:
 
     inference: Inference
 
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """For `grpc.aio.Server.add_generic_rpc_handlers`."""
+    def handlers(self) -> dict[str, Handler]:
+        """By the paths of their methods."""
         own = self.inference
         methods: dict[str, _Method] = {
             "ServerLive": lambda _, __: {"live": True},
@@ -40,17 +37,10 @@ class Servicer:
             "ModelStatistics": lambda request, _: own.model_statistics(request.name, request.version),
             "RepositoryIndex": lambda _, __: {"models": own.repository_index()},
         }
-        # Requests are parsed by us: what cannot be parsed is the client's fault, and grpc would say INTERNAL.
-        return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                name: grpc.unary_unary_rpc_method_handler(
-                    self._with_status(name, request, reply, methods[name]),
-                    response_serializer=reply.SerializeToString,
-                )
-                for name, request, reply in METHODS
-            },
-        )
+        return {
+            f"/{SERVICE}/{name}": self._answering(name, request, reply, methods[name])
+            for name, request, reply in METHODS
+        }
 
     async def _ready(self, request: Any, _left_s: float) -> dict[str, Any]:
         if hasattr(request, "name"):
@@ -64,37 +54,23 @@ class Servicer:
         )
         return reply_of(request, self.inference.model.settings.name, prediction)
 
-    def _with_status(
-        self, name: str, request_class: Any, reply_class: Any, method: _Method
-    ) -> Callable[[bytes, Any], Awaitable[Any]]:
-        async def answer(content: bytes, context: Any) -> Any:
-            begin_ns, code = time.monotonic_ns(), "OK"
+    def _answering(self, name: str, request_class: Any, reply_class: Any, method: _Method) -> Handler:
+        async def answer(call: Call) -> None:
+            code = "OK"
             try:
-                left_s = context.time_remaining()
-                left_s = math.inf if left_s is None else left_s
+                content = await call.message()
                 # Before it is parsed: behind a long queue nobody waits for the answer any more.
-                if left_s <= 0:
+                if call.left_s <= 0:
                     raise DeadlineExceededError("the request's deadline passed before it was read")
-                found = method(_parsed(request_class, content), left_s)
+                found = method(parsed(request_class, content), call.left_s)
                 found = await found if isinstance(found, Awaitable) else found
-                return ParseDict(found, reply_class()) if isinstance(found, dict) else found
+                reply = ParseDict(found, reply_class()) if isinstance(found, dict) else found
+                call.send(reply.SerializeToString())
             except BaseException as failure:
-                code = status_of(failure)[0]
-                if not isinstance(failure, Exception):  # the client has left
-                    raise
-                await context.abort(grpc.StatusCode[code], message_of(failure))
+                code = call.status or status_of(failure)[0]  # it may have been finished by its deadline
+                raise
             finally:
                 if name == _COUNTED:
-                    self.inference.statistics.add_request(begin_ns, code)
+                    self.inference.statistics.add_request(call.begin_ns, code)
 
         return answer
-
-
-def _parsed(request_class: Any, content: bytes) -> Any:
-    try:
-        return request_class.FromString(content)
-    except DecodeError:
-        raise InvalidArgumentError(
-            f"the request's {len(content)} bytes are no {request_class.DESCRIPTOR.name} of the Open "
-            "Inference Protocol"
-        ) from None

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from persia._native import DurationStats
+from persia._native import DurationStats, RequestCounts
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
 from persia.observability.sources import Source, add_following, held
 from persia.serving.batch_predict import Predict, Prediction
 from persia.serving.batcher import Batcher
+from persia.serving.protocol import CODES
 from persia.serving.request_log import RequestLog
 from persia.serving.versions import ServedModel
 
@@ -32,24 +32,16 @@ class ServingStatistics:
     read."""
 
     def __init__(self) -> None:
+        self.requests = RequestCounts("serve request")  # the gRPC port counts there, too
         self._lock = threading.Lock()
-        self._by_status: Counter[str] = Counter()  # of gRPC, by name
         # Not DurationStats: its buckets are those of seconds.
         self._sizes = [0] * len(_SIZE_LABELS)
         self._num_samples, self._last_size = 0, 0
-        self._last_request_ms = 0  # since 1970
-        self._times_ns = {True: 0, False: 0}  # of requests answered with OK, and of others
-        self._request_s = DurationStats("serve request")
         self._batch_s = DurationStats("serve batch")
 
     def add_request(self, begin_ns: int, status: str) -> None:
         """One that came at `begin_ns` of time.monotonic_ns() has its answer."""
-        end_ns = time.monotonic_ns()
-        self._request_s.record(begin_ns, end_ns)
-        with self._lock:
-            self._by_status[status] += 1
-            self._last_request_ms = time.time_ns() // 1_000_000
-            self._times_ns[status == "OK"] += end_ns - begin_ns
+        self.requests.add(begin_ns, CODES[status])
 
     def measured(self, predict: Predict) -> Predict:
         """`predict`, with its batches counted."""
@@ -71,30 +63,30 @@ class ServingStatistics:
             self._last_size = size
 
     def status(self) -> dict[str, Any]:
-        # Under the lock, so that counts by status and of batches are of one moment.
+        by_status, _, _, _ = self._requests()
+        num_requests = sum(by_status.values())
         with self._lock:
-            num_requests = sum(self._by_status.values())
             return {
                 "num_requests": num_requests,
-                "num_failed": num_requests - self._by_status["OK"],
-                "by_status": dict(self._by_status),
+                "num_failed": num_requests - by_status.get("OK", 0),
+                "by_status": by_status,
                 "num_batches": sum(self._sizes),
                 "num_samples": self._num_samples,
-                "request_s": self._request_s.snapshot()[1],
+                "request_s": self.requests.durations()[1],
             }
 
     def of_protocol(self) -> dict[str, Any]:
         """As the message ModelStatistics has them."""
+        by_status, ok_ns, failed_ns, last_ms = self._requests()
+        num_ok = by_status.get("OK", 0)
         with self._lock:
-            num_ok = self._by_status["OK"]
-            num_failed = sum(self._by_status.values()) - num_ok
             return {
-                "last_inference": self._last_request_ms,
+                "last_inference": last_ms,
                 "inference_count": self._num_samples,
                 "execution_count": sum(self._sizes),
                 "inference_stats": {
-                    "success": {"count": num_ok, "ns": self._times_ns[True]},
-                    "fail": {"count": num_failed, "ns": self._times_ns[False]},
+                    "success": {"count": num_ok, "ns": ok_ns},
+                    "fail": {"count": sum(by_status.values()) - num_ok, "ns": failed_ns},
                     "compute_infer": {
                         "count": sum(self._sizes),
                         "ns": int(self._batch_s.snapshot()[1] * 1e9),
@@ -102,13 +94,19 @@ class ServingStatistics:
                 },
             }
 
+    def _requests(self) -> tuple[dict[str, int], int, int, int]:
+        """Requests by gRPC's status, and the rest of `RequestCounts.snapshot`."""
+        counts, ok_ns, failed_ns, last_ms = self.requests.snapshot()
+        by_status = {name: counts[code] for name, code in CODES.items() if counts[code]}
+        return by_status, ok_ns, failed_ns, last_ms
+
     def add_metrics(self, families: Families, prefix: str = "persia_serving") -> None:
         def named(name: str) -> str:
             return name.replace("persia_serving", prefix)
 
+        # OK is shown from the start: rates and alerts need the series before the first request.
+        by_status = {"OK": 0, **self._requests()[0]}
         with self._lock:
-            # OK is shown from the start: rates and alerts need the series before the first request.
-            by_status = {"OK": 0, **self._by_status}
             sizes = (list(self._sizes), self._num_samples, self._last_size)
         for status, count in by_status.items():
             families.counter(
@@ -117,7 +115,7 @@ class ServingStatistics:
         families.histogram(
             named("persia_serving_request_seconds"),
             "Requests, from their arrival to the answer.",
-            self._request_s.snapshot(),
+            self.requests.durations(),
         )
         families.histogram(
             named("persia_serving_batch_seconds"), "Computing a batch.", self._batch_s.snapshot()

@@ -61,6 +61,6 @@ def test_without_a_compiler_everything_is_named(
     build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
-    headers = f"{build.PYTHON}-dev libasio-dev libzstd-dev libxxhash-dev libssl-dev"
+    headers = f"{build.PYTHON}-dev libasio-dev libzstd-dev libxxhash-dev libssl-dev libnghttp2-dev"
     with pytest.raises(SystemExit, match=rf"apt-get install g\+\+ {headers}\n"):
         build.check_requirements()

@@ -10,7 +10,7 @@ from pathlib import Path
 import persia._native as native
 
 C_LIBRARIES = {"libc", "libm", "libpthread", "libdl", "librt", "ld-linux-x86-64", "ld-linux-aarch64"}
-FROM_THE_DISTRIBUTION = {"libstdc++", "libgcc_s", "libzstd", "libssl", "libcrypto", "libpmem"}
+FROM_THE_DISTRIBUTION = {"libstdc++", "libgcc_s", "libzstd", "libssl", "libcrypto", "libnghttp2", "libpmem"}
 
 
 def readelf(option: str) -> str:

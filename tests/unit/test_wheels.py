@@ -17,7 +17,7 @@ import persia._native as native
 ROOT = Path(__file__).resolve().parents[2]
 # Those of every Linux, and the three that a build from source takes from its distribution.
 C_LIBRARIES = {"libc", "libm", "libpthread", "libdl", "librt", "ld-linux-x86-64", "ld-linux-aarch64"}
-BUILT_FROM_SOURCE = {"libstdc++", "libgcc_s", "libzstd", "libssl", "libcrypto", "libpmem"}
+BUILT_FROM_SOURCE = {"libstdc++", "libgcc_s", "libzstd", "libssl", "libcrypto", "libnghttp2", "libpmem"}
 
 
 @pytest.fixture

@@ -23,4 +23,5 @@ PYBIND11_MODULE(_core, module) {
   BindEmbeddingBags(module);
   BindMetrics(module);
   BindSecurity(module);
+  BindServing(module);
 }

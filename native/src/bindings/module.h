@@ -20,5 +20,6 @@ void BindClient(pybind11::module_& module);
 void BindEmbeddingBags(pybind11::module_& module);
 void BindMetrics(pybind11::module_& module);
 void BindSecurity(pybind11::module_& module);
+void BindServing(pybind11::module_& module);
 
 }  // namespace persia::bindings

@@ -1,4 +1,5 @@
-// Poller: one epoll set on which all threads of a server wait together. Private to net/.
+// Poller: one epoll set on which all threads of a server wait together. Private to net/
+// and serving/.
 //
 // The kernel wakes exactly one thread for an event, the one that began to wait last, and that
 // thread does the whole work: no second thread is woken to hand a request to, or to take over the

@@ -23,6 +23,20 @@ namespace {
 constexpr const char* kCiphers =
     "TLS_AES_128_GCM_SHA256:TLS_AES_256_GCM_SHA384:TLS_CHACHA20_POLY1305_SHA256";
 
+// Of TLS 1.2: HTTP/2 forbids the others (RFC 9113).
+constexpr const char* kHttp2Ciphers = "ECDHE+AESGCM:ECDHE+CHACHA20";
+
+// The only protocol that is spoken. A client that offers others alone is refused.
+int SelectHttp2(SSL*, const unsigned char** selected, unsigned char* selected_size,
+                const unsigned char* offered, unsigned int offered_size, void*) {
+  static constexpr std::array<unsigned char, 3> kHttp2 = {2, 'h', '2'};
+  unsigned char* found = nullptr;
+  const int result = SSL_select_next_proto(&found, selected_size, kHttp2.data(), kHttp2.size(),
+                                           offered, offered_size);
+  *selected = found;
+  return result == OPENSSL_NPN_NEGOTIATED ? SSL_TLSEXT_ERR_OK : SSL_TLSEXT_ERR_ALERT_FATAL;
+}
+
 // Several records cross the socket in one system call. Each direction of a connection has so much.
 constexpr long kBufferBytes = 64 << 10;
 
@@ -84,13 +98,13 @@ BIO_METHOD* SocketMethod() {
 
 }  // namespace
 
-TlsFiles::TlsFiles(std::string certificate, std::string key, std::string ca)
-    : paths_{std::move(certificate), std::move(key), std::move(ca)} {}
+TlsFiles::TlsFiles(std::string certificate, std::string key, std::string ca, Use use)
+    : paths_{std::move(certificate), std::move(key), std::move(ca)}, use_(use) {}
 
 StatusOr<std::shared_ptr<TlsFiles>> TlsFiles::Load(std::string certificate, std::string key,
-                                                   std::string ca) {
+                                                   std::string ca, Use use) {
   std::shared_ptr<TlsFiles> files(
-      new TlsFiles(std::move(certificate), std::move(key), std::move(ca)));
+      new TlsFiles(std::move(certificate), std::move(key), std::move(ca), use));
   files->stamp_ = files->Changed();
   PERSIA_ASSIGN_OR_RETURN(files->context_, files->Read());
   return files;
@@ -99,8 +113,15 @@ StatusOr<std::shared_ptr<TlsFiles>> TlsFiles::Load(std::string certificate, std:
 StatusOr<std::shared_ptr<SSL_CTX>> TlsFiles::Read() const {
   std::shared_ptr<SSL_CTX> context(SSL_CTX_new(TLS_method()), SSL_CTX_free);
   if (context == nullptr) return Internal("tls: ", TakeError());
-  SSL_CTX_set_min_proto_version(context.get(), TLS1_3_VERSION);
-  SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+  const bool is_http2 = use_ == Use::kHttp2;
+  SSL_CTX_set_min_proto_version(context.get(), is_http2 ? TLS1_2_VERSION : TLS1_3_VERSION);
+  if (!is_http2 || !std::get<2>(paths_).empty()) {
+    SSL_CTX_set_verify(context.get(), SSL_VERIFY_PEER | SSL_VERIFY_FAIL_IF_NO_PEER_CERT, nullptr);
+  }
+  if (is_http2) {
+    SSL_CTX_set_cipher_list(context.get(), kHttp2Ciphers);
+    SSL_CTX_set_alpn_select_cb(context.get(), &SelectHttp2, nullptr);
+  }
   // Frames are gathered again after a blocked write, at another address.
   SSL_CTX_set_mode(context.get(),
                    SSL_MODE_ENABLE_PARTIAL_WRITE | SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER);
@@ -117,7 +138,9 @@ StatusOr<std::shared_ptr<SSL_CTX>> TlsFiles::Read() const {
   if (SSL_CTX_use_PrivateKey_file(context.get(), key.c_str(), SSL_FILETYPE_PEM) != 1) {
     return CannotUse("key", key);
   }
-  if (SSL_CTX_load_verify_file(context.get(), ca.c_str()) != 1) return CannotUse("ca", ca);
+  if (!ca.empty() && SSL_CTX_load_verify_file(context.get(), ca.c_str()) != 1) {
+    return CannotUse("ca", ca);
+  }
   return context;
 }
 

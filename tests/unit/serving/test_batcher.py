@@ -20,6 +20,7 @@ from persia.errors import (
 )
 from persia.serving.batch_predict import Prediction, layout_of, merged, split
 from persia.serving.batcher import Batcher, BatchingOptions
+from tests.following import wait_until
 
 
 def make_batch(*ids: list[int], weights: bool = False, dtype: Any = np.float32) -> PersiaBatch:
@@ -150,6 +151,46 @@ def test_a_bad_request_does_not_fail_its_neighbours(make: Any, echo: Echo) -> No
         refused.result(120)
     with pytest.raises(InternalError, match="KeyError: 'thirteen'"):
         other.result(120)
+
+
+def test_a_request_that_is_cancelled_before_its_batch_fails(
+    make: Any, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = make()
+    batcher.submit(make_batch([1]), 60)
+    assert echo.running.wait(120)
+    given_up, bad = batcher.submit(make_batch([2]), 60), batcher.submit(make_batch([13]), 60)
+    answer = batcher._answer
+
+    def answer_later(batch: Any) -> None:
+        given_up.cancel()  # when its batch is taken, and has not begun
+        answer(batch)
+
+    monkeypatch.setattr(batcher, "_answer", answer_later)
+    for _ in range(10):
+        echo.may_run.release()
+    with pytest.raises(InternalError, match="KeyError: 'thirteen'"):
+        bad.result(120)
+    assert given_up.cancelled()
+    assert values(batcher.submit(make_batch([3]), 60)) == [3]
+
+
+def test_a_fault_of_our_own_does_not_end_the_thread(
+    make: Any, echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher, begun = make(), threading.Event()
+
+    def fail(_batch: Any) -> None:
+        begun.set()
+        raise RuntimeError("a fault")
+
+    monkeypatch.setattr(batcher, "_answer", fail)
+    batcher.submit(make_batch([1]), 60)
+    assert begun.wait(120)
+    wait_until(lambda: batcher.num_running == 0)
+    monkeypatch.undo()
+    echo.may_run.release()
+    assert values(batcher.submit(make_batch([2]), 60)) == [2]
 
 
 def test_full_queue_and_large_batches_are_refused(make: Any, echo: Echo) -> None:

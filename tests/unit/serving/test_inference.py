@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from persia.errors import UnavailableError
+from persia.errors import DeadlineExceededError, UnavailableError
 from persia.serving import inference as module
 from persia.serving.batch_predict import Prediction
 from persia.serving.inference import Inference
@@ -110,5 +110,15 @@ def test_an_answer_after_its_client_has_left_is_dropped(inference: Inference, qu
         for future in queue.futures:
             future.set_result(Prediction("7", []))
         assert (await asyncio.wait_for(stays, WAIT_S)).version == "7"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_nothing_answers_ends_with_its_deadline(inference: Inference, queue: Queue) -> None:
+    async def scenario() -> None:
+        asked = inference.infer("ads", "", [], left_s=0.01)
+        with pytest.raises(DeadlineExceededError, match="before its answer"):
+            await asyncio.wait_for(asked, WAIT_S)
+        assert queue.futures[0].cancelled(), "it is not computed"
 
     asyncio.run(scenario())

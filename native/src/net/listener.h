@@ -1,0 +1,21 @@
+// A socket that listens. Private to net/ and to the server of predictions, which speaks another
+// protocol.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/status.h"
+#include "net/poller.h"
+
+namespace persia::net {
+
+struct Listener {
+  UniqueFd socket;  // does not block
+  uint16_t port = 0;
+};
+
+// Port 0 takes a free one. kIOError names host and port.
+StatusOr<Listener> Listen(const std::string& host, uint16_t port);
+
+}  // namespace persia::net

@@ -1,0 +1,267 @@
+#include "serving/front.h"
+
+#include <openssl/crypto.h>
+#include <openssl/sha.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+namespace persia::serving {
+namespace {
+
+using net::Clock;
+
+constexpr std::string_view kModelInfer = "/inference.GRPCInferenceService/ModelInfer";
+constexpr std::string_view kBearer = "Bearer ";
+
+GrpcCode CodeOf(const Status& status) {
+  switch (status.code()) {
+    case StatusCode::kInvalidArgument: return GrpcCode::kInvalidArgument;
+    case StatusCode::kResourceExhausted: return GrpcCode::kResourceExhausted;
+    case StatusCode::kUnavailable: return GrpcCode::kUnavailable;
+    case StatusCode::kDeadlineExceeded: return GrpcCode::kDeadlineExceeded;
+    default: return GrpcCode::kInternal;
+  }
+}
+
+}  // namespace
+
+// The way from the threads that compute to the server, which may end before they do.
+class Front::Outlet {
+ public:
+  explicit Outlet(GrpcServer* server) : server_(server) {}
+
+  template <typename Call>
+  void With(Call call) {
+    const std::lock_guard lock(mutex_);
+    if (server_ != nullptr) call(*server_);
+  }
+  void Close() {
+    const std::lock_guard lock(mutex_);
+    server_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  GrpcServer* server_;
+};
+
+// A request that was submitted, answered by the thread that computes its batch.
+class Front::InferCall : public Waiting {
+ public:
+  InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request)
+      : Waiting(std::move(request.samples), infer.deadline),
+        outlet_(front.outlet_),
+        counts_(front.counts_),
+        call_(call),
+        arrived_(infer.head.arrived),
+        id_(std::move(request.id)),
+        positions_(std::move(request.output_positions)) {}
+
+  void Answer(const Prediction& prediction, uint32_t begin) override {
+    const size_t num_outputs = prediction.outputs.size();
+    for (const uint32_t position : positions_) {
+      if (position >= num_outputs) {
+        return Fail(GrpcCode::kInvalidArgument, "the model has no output 'output_" +
+                                                    std::to_string(position) + "', but " +
+                                                    std::to_string(num_outputs) + " of them");
+      }
+    }
+    if (!End(GrpcCode::kOk)) return;
+    std::string reply = EncodeInferResponse(prediction, id_, positions_, begin, size());
+    outlet_->With([&](GrpcServer& server) { server.Reply(call_, std::move(reply)); });
+  }
+  void Fail(GrpcCode code, const std::string& message) override {
+    if (!End(code)) return;
+    outlet_->With([&](GrpcServer& server) { server.Finish(call_, code, message); });
+  }
+  void Deliver() override {
+    outlet_->With([](GrpcServer& server) { server.Wake(); });
+  }
+  // Counts it; false: it was counted already.
+  bool End(GrpcCode code) {
+    if (ended_.exchange(true)) return false;
+    counts_->Add(arrived_, code);
+    return true;
+  }
+
+ private:
+  const std::shared_ptr<Outlet> outlet_;
+  const std::shared_ptr<RequestCounts> counts_;
+  const CallId call_;
+  const Clock::time_point arrived_;
+  const std::string id_;
+  const std::vector<uint32_t> positions_;
+  std::atomic<bool> ended_ = false;
+};
+
+Front::Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
+             std::shared_ptr<RequestCounts> counts)
+    : options_(std::move(options)),
+      queue_(std::move(queue)),
+      counts_(std::move(counts)),
+      outlet_(std::make_shared<Outlet>(&server_)),
+      events_ready_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      server_(options_.grpc, this) {}
+
+Front::~Front() { outlet_->Close(); }
+
+StatusOr<uint16_t> Front::Start(const std::string& host, uint16_t port) {
+  if (events_ready_.get() < 0) return IOError("no descriptor is left for the port of predictions");
+  return server_.Start(host, port);
+}
+
+void Front::SetInputs(std::shared_ptr<const ModelInputs> inputs) {
+  const std::lock_guard lock(mutex_);
+  inputs_ = std::move(inputs);
+}
+
+// ---- events
+
+void Front::Push(CallEvent event) {
+  const std::lock_guard lock(mutex_);
+  const uint64_t one = 1;
+  if (events_.empty()) {
+    [[maybe_unused]] const ssize_t ignored = ::write(events_ready_.get(), &one, sizeof(one));
+  }
+  events_.push_back(std::move(event));
+}
+
+std::vector<CallEvent> Front::TakeEvents() {
+  const std::lock_guard lock(mutex_);
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t ignored = ::read(events_ready_.get(), &count, sizeof(count));
+  return std::exchange(events_, {});
+}
+
+// ---- calls, on the server's thread
+
+bool Front::HasToken(const CallHead& head) const {
+  if (!options_.token_digest.has_value()) return true;
+  if (!head.authorization.has_value() || !head.authorization->starts_with(kBearer)) return false;
+  const std::string_view token = std::string_view(*head.authorization).substr(kBearer.size());
+  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
+  SHA256(reinterpret_cast<const unsigned char*>(token.data()), token.size(), digest.data());
+  return CRYPTO_memcmp(digest.data(), options_.token_digest->data(), digest.size()) == 0;
+}
+
+std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head) {
+  // Python also answers who has no token, so that refusals are worded and recorded once.
+  if (head.method != kModelInfer || !HasToken(head)) {
+    Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head, .message = {}});
+    return Clock::time_point::max();
+  }
+  const auto deadline =
+      std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
+  // Before its message is read, which would take longer than to refuse it.
+  if (const Status status = queue_->Admit(deadline); !status.ok()) {
+    Refuse(call, head.arrived, status);
+    return std::nullopt;
+  }
+  Infer& infer = infers_[call];
+  infer.head = head;
+  infer.deadline = deadline;
+  return deadline;
+}
+
+void Front::OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) {
+  const auto found = infers_.find(call);
+  if (found == infers_.end()) {
+    return Push({.kind = CallEvent::Kind::kMessage,
+                 .call = call,
+                 .head = {},
+                 .message = std::move(message),
+                 .is_compressed = is_compressed});
+  }
+  Infer& infer = found->second;
+  if (infer.is_refused) return;
+  if (infer.message.has_value()) {
+    infer.is_refused = true;
+    return Refuse(call, infer.head.arrived,
+                  InvalidArgument("ModelInfer takes one message, and there are several"));
+  }
+  infer.message = std::move(message);
+  infer.is_compressed = is_compressed;
+}
+
+void Front::OnEnd(CallId call) {
+  const auto found = infers_.find(call);
+  if (found == infers_.end()) {
+    return Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}, .message = {}});
+  }
+  Infer& infer = found->second;
+  if (infer.is_refused) return;
+  std::shared_ptr<const ModelInputs> inputs;
+  {
+    const std::lock_guard lock(mutex_);
+    inputs = inputs_;
+  }
+  std::optional<InferRequest> request;
+  if (infer.message.has_value() && !infer.is_compressed && inputs != nullptr) {
+    request = ReadInferRequest(*infer.message, *inputs);
+  }
+  if (!request.has_value()) {
+    HandOver(call, &infer);
+    infers_.erase(found);
+    return;
+  }
+  infer.message.reset();
+  infer.submitted = std::make_shared<InferCall>(*this, call, infer, *std::move(request));
+  if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
+    infer.submitted->Fail(CodeOf(status), status.message());
+  }
+}
+
+// Python's reader takes it or explains what is wrong.
+void Front::HandOver(CallId call, Infer* infer) {
+  Push({.kind = CallEvent::Kind::kCall,
+        .call = call,
+        .head = std::move(infer->head),
+        .message = {}});
+  if (infer->message.has_value()) {
+    Push({.kind = CallEvent::Kind::kMessage,
+          .call = call,
+          .head = {},
+          .message = *std::move(infer->message),
+          .is_compressed = infer->is_compressed});
+  }
+  Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}, .message = {}});
+}
+
+void Front::Refuse(CallId call, Clock::time_point arrived, const Status& status) {
+  counts_->Add(arrived, CodeOf(status));
+  server_.Finish(call, CodeOf(status), status.message());
+}
+
+void Front::OnLate(CallId call) {
+  const auto found = infers_.find(call);
+  if (found == infers_.end()) return;
+  Infer& infer = found->second;
+  if (infer.submitted == nullptr) {
+    infer.is_refused = true;
+    return Refuse(call, infer.head.arrived,
+                  DeadlineExceeded("the request's deadline passed before its message arrived"));
+  }
+  infer.submitted->GiveUp();
+  infer.submitted->Fail(GrpcCode::kDeadlineExceeded,
+                        "the request's deadline passed before its answer: the server is behind");
+}
+
+void Front::OnClosed(CallId call) {
+  const auto found = infers_.find(call);
+  if (found == infers_.end()) {
+    return Push({.kind = CallEvent::Kind::kClosed, .call = call, .head = {}, .message = {}});
+  }
+  // Without effect on one that has its answer.
+  if (const auto& submitted = found->second.submitted; submitted != nullptr) {
+    submitted->GiveUp();
+    submitted->End(GrpcCode::kCancelled);
+  } else if (!found->second.is_refused) {
+    counts_->Add(found->second.head.arrived, GrpcCode::kCancelled);
+  }
+  infers_.erase(found);
+}
+
+}  // namespace persia::serving

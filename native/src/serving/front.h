@@ -1,0 +1,101 @@
+// Front: the port for predictions. Plain ModelInfer requests are read, queued and answered here,
+// without Python; every other call is handed to Python as events.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "serving/grpc_call.h"
+#include "serving/grpc_server.h"
+#include "serving/infer_request.h"
+#include "serving/request_counts.h"
+#include "serving/request_queue.h"
+
+namespace persia::serving {
+
+struct FrontOptions {
+  GrpcOptions grpc;
+  std::chrono::nanoseconds timeout = std::chrono::seconds(10);  // of requests without a deadline
+  // SHA-256 of the token that requests need to be answered without Python; none: no token is.
+  std::optional<std::array<unsigned char, 32>> token_digest;
+};
+
+// What happened to a call that Python answers.
+struct CallEvent {
+  enum class Kind : uint8_t { kCall, kMessage, kEnd, kClosed };
+  Kind kind;
+  CallId call;
+  CallHead head;  // of kCall
+  std::vector<std::byte> message;
+  bool is_compressed = false;
+};
+
+// Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
+class Front : private CallHandler {
+ public:
+  Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
+        std::shared_ptr<RequestCounts> counts);
+  ~Front() override;
+
+  StatusOr<uint16_t> Start(const std::string& host, uint16_t port);
+  void Stop(std::chrono::milliseconds timeout) { server_.Stop(timeout); }
+  // What plain requests have from now on; null: all go to Python.
+  void SetInputs(std::shared_ptr<const ModelInputs> inputs);
+
+  // Readable while there are events.
+  int events_fd() const { return events_ready_.get(); }
+  std::vector<CallEvent> TakeEvents();
+  void Send(CallId call, std::string message) { server_.Send(call, std::move(message)); }
+  void Finish(CallId call, GrpcCode code, std::string text) {
+    server_.Finish(call, code, std::move(text));
+  }
+
+ private:
+  class InferCall;
+  class Outlet;
+
+  // A ModelInfer call that Python does not know.
+  struct Infer {
+    CallHead head;
+    std::optional<std::vector<std::byte>> message;
+    bool is_compressed = false;
+    net::Clock::time_point deadline;
+    std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
+    bool is_refused = false;               // and counted
+  };
+
+  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override;
+  void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) override;
+  void OnEnd(CallId call) override;
+  void OnLate(CallId call) override;
+  void OnClosed(CallId call) override;
+
+  bool HasToken(const CallHead& head) const;
+  void Submit(CallId call, Infer* infer);
+  void HandOver(CallId call, Infer* infer);
+  void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
+  void Push(CallEvent event);
+
+  const FrontOptions options_;
+  const std::shared_ptr<RequestQueue> queue_;
+  const std::shared_ptr<RequestCounts> counts_;
+  const std::shared_ptr<Outlet> outlet_;
+  std::unordered_map<CallId, Infer> infers_;  // of the server's thread alone
+
+  std::mutex mutex_;  // guards what follows
+  std::shared_ptr<const ModelInputs> inputs_;
+  std::vector<CallEvent> events_;
+  net::UniqueFd events_ready_;  // an eventfd
+
+  GrpcServer server_;  // last: its thread uses all the others
+};
+
+}  // namespace persia::serving

@@ -1,0 +1,55 @@
+// What the server of gRPC and the handler of its calls tell each other.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "net/tls.h"
+#include "net/types.h"
+
+namespace persia::serving {
+
+// The number of a call in its server; never used again.
+using CallId = uint64_t;
+
+struct CallHead {
+  std::string method;                        // "/package.Service/Method"
+  std::optional<std::string> authorization;  // none also where there are several
+  std::string encoding;                      // of messages that are marked as compressed
+  std::string peer;
+  net::Clock::time_point arrived;  // when the bytes of the call did
+  std::optional<net::Clock::time_point> deadline;
+};
+
+// Called on the server's thread alone, and must not block it.
+class CallHandler {
+ public:
+  virtual ~CallHandler() = default;
+
+  // Returns when OnLate is to be called; max(): never. None: the handler has refused the call, by
+  // GrpcServer::Finish, and hears no more of it.
+  virtual std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) = 0;
+  virtual void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) = 0;
+  // The client sends no more messages.
+  virtual void OnEnd(CallId call) = 0;
+  // The call is not finished. The server finishes it afterwards, if the handler has not.
+  virtual void OnLate(CallId call) = 0;
+  // The last of a call, answered or not. What is sent for it from now on is dropped.
+  virtual void OnClosed(CallId call) = 0;
+};
+
+// Bounds. What exceeds one is refused.
+struct GrpcOptions {
+  uint64_t max_message_bytes = 16ull << 20;
+  uint64_t max_held_bytes = 1ull << 30;  // of messages of all calls that are open
+  uint32_t max_calls = 1024;             // that are open
+  uint32_t max_connections = 4096;
+  std::shared_ptr<net::TlsFiles> tls;  // null: none
+};
+
+}  // namespace persia::serving

@@ -1,0 +1,243 @@
+#include "serving/grpc_server.h"
+
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+#include "net/asio.h"
+#include "net/audit.h"
+#include "net/listener.h"
+
+namespace persia::serving {
+namespace {
+
+using net::Clock;
+
+constexpr uint64_t kListenerTag = net::Poller::kFirstFreeTag;
+constexpr uint64_t kWakeTag = kListenerTag + 1;
+constexpr std::chrono::milliseconds kTick{50};  // between two looks at deadlines
+
+void Signal(int fd) {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t ignored = ::write(fd, &one, sizeof(one));
+}
+
+void Unsignal(int fd) {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t ignored = ::read(fd, &count, sizeof(count));
+}
+
+}  // namespace
+
+GrpcServer::GrpcServer(GrpcOptions options, CallHandler* handler)
+    : shared_(std::move(options), handler), next_tag_(kWakeTag + 1) {}
+
+GrpcServer::~GrpcServer() {
+  Stop(std::chrono::milliseconds(0));
+  if (thread_.joinable()) thread_.join();
+}
+
+StatusOr<uint16_t> GrpcServer::Start(const std::string& host, uint16_t port) {
+  PERSIA_RETURN_IF_ERROR(poller_.Open());
+  wake_ = net::UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  PERSIA_ASSIGN_OR_RETURN(net::Listener listener, net::Listen(host, port));
+  listener_ = std::move(listener.socket);
+  if (wake_.get() < 0 || !poller_.Add(wake_.get(), kWakeTag, EPOLLIN) ||
+      !poller_.Add(listener_.get(), kListenerTag, EPOLLIN)) {
+    return IOError("cannot wait for connections: ", std::system_category().message(errno));
+  }
+  poller_.WakeAt(Clock::now() + kTick);
+  thread_ = std::thread([this] { Run(); });
+  return listener.port;
+}
+
+void GrpcServer::Stop(std::chrono::milliseconds timeout) {
+  if (!thread_.joinable()) return;
+  std::unique_lock lock(mutex_);
+  stopping_ = true;
+  cut_off_at_ = std::min(cut_off_at_, Clock::now() + timeout);
+  Signal(wake_.get());
+  ended_.wait(lock, [&] { return has_ended_; });
+}
+
+// ---- from any thread
+
+void GrpcServer::Send(CallId call, std::string message) {
+  Post({call, true, false, GrpcCode::kOk, std::move(message)}, true);
+}
+
+void GrpcServer::Finish(CallId call, GrpcCode code, std::string text) {
+  Post({call, false, true, code, std::move(text)}, true);
+}
+
+void GrpcServer::Reply(CallId call, std::string message) {
+  Post({call, true, true, GrpcCode::kOk, std::move(message)}, false);
+}
+
+void GrpcServer::Post(Action action, bool wakes) {
+  if (std::this_thread::get_id() == own_id_.load()) return Apply(std::move(action));
+  {
+    const std::lock_guard lock(mutex_);
+    actions_.push_back(std::move(action));
+  }
+  if (wakes) Wake();
+}
+
+void GrpcServer::Wake() {
+  if (std::this_thread::get_id() == own_id_.load()) return;  // it looks before it waits
+  {
+    const std::lock_guard lock(mutex_);
+    if (actions_.empty() || std::exchange(is_woken_, true)) return;
+  }
+  Signal(wake_.get());
+}
+
+// ---- the thread
+
+void GrpcServer::Run() {
+  own_id_ = std::this_thread::get_id();
+  ::pthread_setname_np(::pthread_self(), "persia-front");
+  while (true) {
+    const net::Poller::Event event = poller_.Wait();
+    OnEvent(event);
+    TakeActions();
+    FlushTouched();
+    RestAfterRefusals();
+    const std::lock_guard lock(mutex_);
+    if (is_draining_ && (connections_.empty() || Clock::now() >= cut_off_at_)) break;
+  }
+  connections_.clear();  // closes their calls
+  const std::lock_guard lock(mutex_);
+  has_ended_ = true;
+  ended_.notify_all();
+}
+
+// Each wake-up interrupts what computes on the same processor. Where requests are refused there are
+// many, and it costs less to refuse several at once.
+void GrpcServer::RestAfterRefusals() {
+  constexpr std::chrono::microseconds kRest{500};
+  if (std::exchange(shared_.num_refused, 0) > 0) std::this_thread::sleep_for(kRest);
+}
+
+void GrpcServer::OnEvent(const net::Poller::Event& event) {
+  if (event.tag == net::Poller::kTimerTag) return OnTimer();
+  if (event.tag == kListenerTag) return Accept();
+  if (event.tag == kWakeTag) {
+    Unsignal(wake_.get());
+    poller_.Arm(wake_.get(), kWakeTag, EPOLLIN);
+    return BeginDrain();
+  }
+  const auto found = connections_.find(event.tag);
+  if (found == connections_.end()) return;
+  touched_.insert(event.tag);
+  if (!found->second->Read()) Remove(event.tag);
+}
+
+void GrpcServer::BeginDrain() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!stopping_ || is_draining_) return;
+  }
+  is_draining_ = true;
+  listener_ = net::UniqueFd();
+  for (const auto& [tag, connection] : connections_) {
+    connection->Drain();
+    touched_.insert(tag);
+  }
+}
+
+void GrpcServer::Accept() {
+  while (!is_draining_) {
+    net::Tcp::endpoint peer;
+    auto size = static_cast<socklen_t>(peer.capacity());
+    net::UniqueFd socket(
+        ::accept4(listener_.get(), peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    if (socket.get() < 0) {
+      const int error = errno;
+      if (error == EINTR || error == ECONNABORTED) continue;
+      if (error == EAGAIN) return poller_.Arm(listener_.get(), kListenerTag, EPOLLIN);
+      net::WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
+                        "; raise the limit of open files (ulimit -n)");
+      accept_at_ = Clock::now() + kTick;
+      return;
+    }
+    if (connections_.size() >= shared_.options.max_connections) continue;  // closes it
+    net::ConfigureSocket(socket.get());
+    const uint64_t tag = next_tag_++;
+    if (!poller_.Add(socket.get(), tag, EPOLLIN)) continue;
+    auto made = std::make_unique<GrpcConnection>(
+        std::move(socket), peer.address().to_string() + ":" + std::to_string(peer.port()),
+        &shared_);
+    tags_[made.get()] = tag;
+    connections_[tag] = std::move(made);
+  }
+}
+
+void GrpcServer::TakeActions() {
+  std::vector<Action> actions;
+  {
+    const std::lock_guard lock(mutex_);
+    actions.swap(actions_);
+    is_woken_ = false;
+  }
+  for (Action& action : actions) Apply(std::move(action));
+}
+
+void GrpcServer::Apply(Action action) {
+  const auto found = shared_.calls.find(action.call);
+  if (found == shared_.calls.end()) return;
+  const auto [connection, stream] = found->second;
+  touched_.insert(tags_.at(connection));
+  std::string text;
+  if (action.has_message) {
+    connection->Send(stream, std::move(action.bytes));
+  } else {
+    text = std::move(action.bytes);
+  }
+  if (action.has_end) connection->Finish(stream, action.code, std::move(text));
+}
+
+void GrpcServer::FlushTouched() {
+  for (const uint64_t tag : std::exchange(touched_, {})) {
+    const auto found = connections_.find(tag);
+    if (found == connections_.end()) continue;
+    GrpcConnection& connection = *found->second;
+    if (!connection.Flush()) {
+      Remove(tag);
+      continue;
+    }
+    // The socket does not tell of what TLS has read ahead; that it can be written to, it tells at
+    // once.
+    const bool wants_write = connection.is_blocked() || connection.HasPending();
+    poller_.Arm(connection.fd(), tag, EPOLLIN | (wants_write ? EPOLLOUT : 0u));
+  }
+}
+
+void GrpcServer::Remove(uint64_t tag) {
+  const auto found = connections_.find(tag);
+  if (found == connections_.end()) return;
+  tags_.erase(found->second.get());
+  connections_.erase(found);
+}
+
+void GrpcServer::OnTimer() {
+  const auto now = Clock::now();
+  std::vector<uint64_t> ended;
+  for (const auto& [tag, connection] : connections_) {
+    touched_.insert(tag);
+    if (!connection->CheckTimes(now)) ended.push_back(tag);
+  }
+  for (const uint64_t tag : ended) Remove(tag);
+  if (now >= accept_at_ && !is_draining_) {
+    accept_at_ = Clock::time_point::max();
+    poller_.Arm(listener_.get(), kListenerTag, EPOLLIN);
+  }
+  poller_.WakeAt(now + kTick);
+}
+
+}  // namespace persia::serving

@@ -1,0 +1,149 @@
+// RequestQueue: requests that wait to be computed, and the batches that they become.
+//
+// While a batch is computed the next requests gather, so batches grow with the load. A request is
+// refused at once if its answer would come after its deadline: a client can then ask another
+// server.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "serving/infer_response.h"
+#include "serving/request_counts.h"
+#include "serving/samples.h"
+
+namespace persia::serving {
+
+using Clock = std::chrono::steady_clock;
+
+// A request that waits. Exactly one of Answer and Fail is called, once, after it was submitted.
+class Waiting {
+ public:
+  Waiting(Samples samples, Clock::time_point deadline)
+      : samples_(std::move(samples)), deadline_(deadline) {}
+  virtual ~Waiting() = default;
+
+  // With the outputs of its batch, where its samples begin at `begin`. From any thread.
+  virtual void Answer(const Prediction& prediction, uint32_t begin) = 0;
+  virtual void Fail(GrpcCode code, const std::string& message) = 0;
+  // After all requests of a batch have been answered: what was to be sent may wait until then.
+  virtual void Deliver() {}
+
+  const Samples& samples() const { return samples_; }
+  uint32_t size() const { return samples_.size(); }
+  Clock::time_point deadline() const { return deadline_; }
+  // Its client waits no longer: it need not be computed. Thread-safe.
+  void GiveUp() { given_up_.store(true, std::memory_order_relaxed); }
+  bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
+
+ private:
+  const Samples samples_;
+  const Clock::time_point deadline_;
+  std::atomic<bool> given_up_ = false;
+};
+
+struct QueueOptions {
+  uint32_t max_batch_size = 1024;         // samples in one batch, and in one request
+  std::chrono::nanoseconds max_delay{0};  // how long the first request of a batch waits for others
+  uint32_t max_queued = 512;              // requests that wait; more are refused
+  uint32_t num_threads = 1;               // batches computed at a time
+};
+
+// How long batches took lately: a straight line, with a time for each batch and one for each
+// sample. Not thread-safe.
+class BatchTimes {
+ public:
+  void Add(uint32_t num_samples, double took_s);
+  // Of so many batches with so many samples in all; 0: none was computed yet.
+  double Estimate(uint64_t num_batches, uint64_t num_samples) const;
+
+ private:
+  // Of size, seconds, their product and the square of the size.
+  std::array<double, 4> means_{};
+  bool is_empty_ = true;
+};
+
+class RequestQueue;
+
+// Requests of one layout that are computed together, in order. The thread that took it answers it,
+// by one of Answer, Fail and Split. Not thread-safe.
+class Batch {
+ public:
+  Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue);
+  Batch(const Batch&) = delete;
+  ~Batch();  // fails what was not answered
+
+  const std::vector<std::shared_ptr<Waiting>>& requests() const { return requests_; }
+  size_t num_requests() const { return requests_.size(); }
+  uint32_t num_samples() const { return num_samples_; }
+  // See serving::Merge.
+  StatusOr<std::vector<std::byte>> Message() const;
+  // kInvalidArgument: an output has not a row for each sample.
+  void Answer(const Prediction& prediction);
+  void Fail(GrpcCode code, const std::string& message);
+  // A batch of each request: the fault of one must not be the others'.
+  std::vector<std::unique_ptr<Batch>> Split();
+
+ private:
+  void End();
+
+  std::vector<std::shared_ptr<Waiting>> requests_;
+  RequestQueue& queue_;
+  uint32_t num_samples_ = 0;
+  const Clock::time_point began_;
+};
+
+// Thread-safe. Must outlive its batches.
+class RequestQueue {
+ public:
+  explicit RequestQueue(const QueueOptions& options) : options_(options) {}
+  RequestQueue(const RequestQueue&) = delete;
+
+  // kInvalidArgument: more samples than a batch may have. kResourceExhausted: the queue is full, or
+  // so long that the deadline would pass before the answer. kUnavailable: it is closed. Neither
+  // Answer nor Fail is called then.
+  Status Submit(std::shared_ptr<Waiting> request);
+  // Whether a request with this deadline would be refused whatever is in it: kResourceExhausted.
+  Status Admit(Clock::time_point deadline) const;
+  // Waits for requests; null once it is closed and empty. Requests whose time has passed are
+  // failed.
+  std::unique_ptr<Batch> Next();
+  // Next() still gives what waits.
+  void Close();
+  uint32_t num_waiting() const;  // whose batch has not begun
+  uint32_t num_running() const;  // whose batch is being computed
+
+ private:
+  friend class Batch;
+  using Requests = std::vector<std::shared_ptr<Waiting>>;
+
+  Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const;
+  double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
+  void DropLate(Requests* late);
+  Requests Take();
+  void Begin(uint32_t num_requests, uint32_t num_samples);
+  void End(uint32_t num_requests, uint32_t num_samples, Clock::time_point began);
+
+  const QueueOptions options_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Waiting>> waiting_;
+  uint64_t num_samples_ = 0;  // of the requests that wait
+  uint32_t num_running_ = 0;  // requests
+  uint64_t running_samples_ = 0;
+  Clock::time_point began_;  // the batch that began last
+  bool closed_ = false;
+  BatchTimes times_;
+};
+
+}  // namespace persia::serving

@@ -1,0 +1,165 @@
+"""Calls that Python answers end in time, with the status that gRPC wants; also when the server stops."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import os
+import signal
+import socket
+import threading
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2
+
+from persia.embedding.data import PersiaBatch
+from persia.errors import InvalidArgumentError, ResourceExhaustedError, StorageError
+from persia.serving.access import EVERYBODY
+from persia.serving.batch_predict import Prediction
+from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.grpc_port import Call, Limits
+from persia.serving.inference import Inference
+from persia.serving.protocol import CODES, message
+from persia.serving.server import ServingOptions, _serve
+from persia.serving.statistics import ServingStatistics
+from tests.following import BATCH
+from tests.ports import free_port
+
+HEALTH = "/grpc.health.v1.Health"
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def may_answer() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def inference(may_answer: threading.Event) -> Iterator[Inference]:
+    def predict(batch: PersiaBatch) -> Prediction:
+        assert may_answer.wait(WAIT_S)
+        return Prediction("1", [np.zeros(batch.batch_size)])
+
+    model = Mock(not_ready=lambda: None, signature=None, checked=lambda batch: batch)
+    model.settings.name, model.settings.allow_nonfinite = "m", False
+    batcher = Batcher(predict, BatchingOptions())
+    yield Inference(model, batcher, ServingStatistics(), WAIT_S)
+    may_answer.set()
+    batcher.close()
+
+
+@contextlib.asynccontextmanager
+async def served(inference: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server that runs during the block, or until SIGTERM."""
+    port = free_port()
+    serving = _serve(inference, Mock(address=""), ServingOptions(port=port, **options), EVERYBODY)
+    server = asyncio.create_task(serving)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await asyncio.wait_for(channel.channel_ready(), WAIT_S)
+        yield channel
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(server, WAIT_S)
+
+
+async def status_of(call: Any) -> tuple[grpc.StatusCode, str]:
+    return await asyncio.wait_for(call.code(), WAIT_S), await call.details()
+
+
+def test_calls_without_a_message_end(inference: Inference) -> None:
+    async def scenario() -> None:
+        async with served(inference, timeout_s=0.1) as channel:
+            endless = channel.stream_stream(f"{HEALTH}/Watch")()
+            await endless.write(b"")
+            assert await asyncio.wait_for(endless.read(), WAIT_S) != grpc.aio.EOF
+            silent = channel.stream_unary(f"{HEALTH}/Check")()
+            code, details = await status_of(silent)
+            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "deadline passed before its answer" in details, "the server's words, not the client's"
+            assert not endless.done(), "it ends when its client wants"
+
+    asyncio.run(scenario())
+
+
+def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
+    request = message("ModelInferRequest")(model_name="m")
+    contents = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
+    contents.bytes_contents.append(BATCH.to_bytes())
+
+    async def scenario() -> None:
+        async with served(inference, timeout_s=0.2) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for _ in range(5):  # the front's clock or Python's is first
+                # Compressed requests are Python's.
+                late = infer(request.SerializeToString(), compression=grpc.Compression.Gzip)
+                assert (await status_of(late))[0] == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    asyncio.run(scenario())
+    assert inference.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 5}
+
+
+def test_watchers_see_that_the_server_stops(inference: Inference) -> None:
+    async def scenario() -> list[int]:
+        seen = []
+        async with served(inference) as channel:
+            watches = [channel.unary_stream(f"{HEALTH}/Watch")(b"") for _ in range(20)]
+            for watch in watches:
+                await asyncio.wait_for(watch.read(), WAIT_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+            for watch in watches:
+                answer = await asyncio.wait_for(watch.read(), WAIT_S)
+                seen.append(health_pb2.HealthCheckResponse.FromString(answer).status)
+                assert await watch.code() == grpc.StatusCode.UNAVAILABLE
+        return seen
+
+    assert asyncio.run(scenario()) == [health_pb2.HealthCheckResponse.NOT_SERVING] * 20
+
+
+def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        options = ServingOptions(port=port, http_port=taken.getsockname()[1])
+        with pytest.raises(StorageError, match="--http-port") as failure:
+            asyncio.run(_serve(inference, Mock(), options, EVERYBODY))
+        # What the error's traceback holds is alive still.
+        assert failure.tb is not None
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), WAIT_S)
+
+
+def message_of(content: bytes, encoding: str, max_bytes: int = 100) -> bytes:
+    """What the call reads of a compressed message."""
+    call = Call(Mock(), 1, Limits(max_bytes, WAIT_S), ("/s/m", None, encoding, "peer", 0, None))
+    call.arrive((content, True))
+    return asyncio.run(call.message())
+
+
+def test_compressed_messages_have_a_size() -> None:
+    for compress, encoding in ((gzip.compress, "gzip"), (zlib.compress, "deflate")):
+        whole = compress(b"a" * 100)
+        assert message_of(whole, encoding) == b"a" * 100
+        with pytest.raises(ResourceExhaustedError, match="more than 99 bytes"):
+            message_of(whole, encoding, max_bytes=99)
+        for damaged in (whole[:-1], whole + whole):
+            with pytest.raises(InvalidArgumentError, match="not one whole"):
+                message_of(damaged, encoding)
+        with pytest.raises(InvalidArgumentError, match=f"is no {encoding}"):
+            message_of(b"x" + whole, encoding)
+
+
+def test_an_unknown_compression_is_not_implemented() -> None:
+    front = Mock()
+    call = Call(front, 1, Limits(100, WAIT_S), ("/s/m", None, "snappy", "peer", 0, None))
+    call.arrive((b"abc", True))
+    with pytest.raises(InvalidArgumentError, match="by 'snappy': send gzip"):
+        asyncio.run(call.message())
+    call.finish("INVALID_ARGUMENT", "what the error says")  # as for every error of a handler
+    ((number, code, text),) = [done.args for done in front.finish.mock_calls]
+    assert (number, code) == (1, CODES["UNIMPLEMENTED"])
+    assert "'snappy'" in text
