@@ -200,7 +200,12 @@ void Front::OnEnd(CallId call) {
   }
   std::optional<InferRequest> request;
   if (infer.message.has_value() && !infer.is_compressed && inputs != nullptr) {
-    request = ReadInferRequest(*infer.message, *inputs);
+    auto read = ReadInferRequest(*infer.message, *inputs);
+    if (!read.ok()) {
+      infer.is_refused = true;
+      return Refuse(call, infer.head.arrived, read.status());
+    }
+    request = std::move(read).value();
   }
   if (!request.has_value()) {
     HandOver(call, &infer);

@@ -62,7 +62,8 @@ TEST(RequestQueueTest, ABatchEndsOnce) {
   EXPECT_TRUE(batch->Split().empty());
   EXPECT_EQ(request->num_ended, 1);
   EXPECT_EQ(queue.num_running(), 0u);
-  // A large batch that takes longer: now the estimate counts samples, of which none must be missing.
+  // A large batch that takes longer: now the estimate counts samples, of which none must be
+  // missing.
   ASSERT_TRUE(queue.Submit(RequestFor(kLong, BatchOf({7, 8, 9}, {1, 2, 3}))).ok());
   const auto large = queue.Next();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
