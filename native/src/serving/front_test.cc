@@ -144,7 +144,7 @@ TEST_F(FrontTest, OtherCallsAreForPython) {
   const int32_t other = client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "other"));
   CallEvent message = Await(CallEvent::Kind::kMessage);
   if (message.call == begun.call) message = Await(CallEvent::Kind::kMessage);
-  EXPECT_EQ(Raw(message.message), RequestOf(BatchOf({7}, {1}), "other"));
+  EXPECT_EQ(Raw(message.message.bytes), RequestOf(BatchOf({7}, {1}), "other"));
   front_->Finish(message.call, static_cast<GrpcCode>(5), "there is no model");
   EXPECT_EQ(client.End(other).status, "5");
 }

@@ -20,6 +20,7 @@ using net::Clock;
 
 constexpr uint64_t kListenerTag = net::Poller::kFirstFreeTag;
 constexpr uint64_t kWakeTag = kListenerTag + 1;
+constexpr int kMaxEvents = 64;                  // before answers have their turn
 constexpr std::chrono::milliseconds kTick{50};  // between two looks at deadlines
 
 void Signal(int fd) {
@@ -103,11 +104,16 @@ void GrpcServer::Run() {
   own_id_ = std::this_thread::get_id();
   ::pthread_setname_np(::pthread_self(), "persia-front");
   while (true) {
-    const net::Poller::Event event = poller_.Wait();
-    OnEvent(event);
+    OnEvent(poller_.Wait());
+    bool is_done = false;
+    for (int i = 1; i < kMaxEvents && !is_done; ++i) {
+      const auto event = poller_.Poll();
+      is_done = !event.has_value();
+      if (!is_done) OnEvent(*event);
+    }
     TakeActions();
     FlushTouched();
-    RestAfterRefusals();
+    if (is_done) RestAfterRefusals();
     const std::lock_guard lock(mutex_);
     if (is_draining_ && (connections_.empty() || Clock::now() >= cut_off_at_)) break;
   }
@@ -118,7 +124,8 @@ void GrpcServer::Run() {
 }
 
 // Each wake-up interrupts what computes on the same processor. Where requests are refused there are
-// many, and it costs less to refuse several at once.
+// many, and it costs less to refuse several at once. Called once no connection has more to read: a
+// rest for each of them would be longer than answering it.
 void GrpcServer::RestAfterRefusals() {
   constexpr std::chrono::microseconds kRest{500};
   if (std::exchange(shared_.num_refused, 0) > 0) std::this_thread::sleep_for(kRest);
@@ -135,7 +142,8 @@ void GrpcServer::OnEvent(const net::Poller::Event& event) {
   const auto found = connections_.find(event.tag);
   if (found == connections_.end()) return;
   touched_.insert(event.tag);
-  if (!found->second->Read()) Remove(event.tag);
+  // A client that does not read is not read: what answers it would have no bound.
+  if (!found->second->is_blocked() && !found->second->Read()) Remove(event.tag);
 }
 
 void GrpcServer::BeginDrain() {
@@ -166,7 +174,7 @@ void GrpcServer::Accept() {
       accept_at_ = Clock::now() + kTick;
       return;
     }
-    if (connections_.size() >= shared_.options.max_connections) continue;  // closes it
+    if (connections_.size() >= shared_.options.max_connections && !CloseIdle()) continue;
     net::ConfigureSocket(socket.get());
     const uint64_t tag = next_tag_++;
     if (!poller_.Add(socket.get(), tag, EPOLLIN)) continue;
@@ -176,6 +184,23 @@ void GrpcServer::Accept() {
     tags_[made.get()] = tag;
     connections_[tag] = std::move(made);
   }
+}
+
+// Makes room for a new connection. False: each one has calls.
+bool GrpcServer::CloseIdle() {
+  net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
+                    " connections and takes no more: those without calls are closed; let clients "
+                    "share connections, or run more servers");
+  auto least = connections_.end();
+  for (auto it = connections_.begin(); it != connections_.end(); ++it) {
+    if (!it->second->is_idle()) continue;
+    if (least == connections_.end() || it->second->worth() < least->second->worth()) least = it;
+  }
+  if (least == connections_.end()) return false;
+  least->second->Drain();
+  least->second->Flush();
+  Remove(least->first);
+  return true;
 }
 
 void GrpcServer::TakeActions() {
@@ -213,8 +238,8 @@ void GrpcServer::FlushTouched() {
     }
     // The socket does not tell of what TLS has read ahead; that it can be written to, it tells at
     // once.
-    const bool wants_write = connection.is_blocked() || connection.HasPending();
-    poller_.Arm(connection.fd(), tag, EPOLLIN | (wants_write ? EPOLLOUT : 0u));
+    const uint32_t reads = EPOLLIN | (connection.HasPending() ? EPOLLOUT : 0u);
+    poller_.Arm(connection.fd(), tag, connection.is_blocked() ? EPOLLOUT : reads);
   }
 }
 

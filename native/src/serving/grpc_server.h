@@ -57,6 +57,7 @@ class GrpcServer {
   void Post(Action action, bool wakes);
   void OnEvent(const net::Poller::Event& event);
   void Accept();
+  bool CloseIdle();
   void TakeActions();
   void Apply(Action action);
   void FlushTouched();
