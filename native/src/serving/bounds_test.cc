@@ -1,6 +1,7 @@
 // Clients that send more than they should, or do not read: what the port holds for them has bounds,
 // and the others are answered.
 #include <gtest/gtest.h>
+#include <netdb.h>
 #include <sys/resource.h>
 
 #include <array>
@@ -240,6 +241,29 @@ TEST(GrpcServerTest, CallsOfManyConnectionsAreRefusedAtOnce) {
   server.Stop(std::chrono::seconds(1));
   ASSERT_EQ(refuser.num_sleeps.size(), 2 * kNumClients);
   EXPECT_LT(refuser.num_sleeps.back() - refuser.num_sleeps[kNumClients], long{kNumClients} / 2);
+}
+
+TEST(GrpcServerTest, ListensOnEachAddressOfAName) {
+  Refuser refuser;
+  GrpcServer server({}, &refuser);
+  const uint16_t port = server.Start("localhost", 0).value();
+  addrinfo wanted = {};
+  wanted.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  ASSERT_EQ(::getaddrinfo("localhost", std::to_string(port).c_str(), &wanted, &found), 0);
+  int num_usable = 0;
+  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    // Whether the machine has that address.
+    const net::UniqueFd other(::socket(one->ai_family, SOCK_STREAM, 0));
+    sockaddr_storage any = {};
+    std::memcpy(&any, one->ai_addr, one->ai_addrlen);
+    reinterpret_cast<sockaddr_in*>(&any)->sin_port = 0;  // at the same place for IPv6
+    if (::bind(other.get(), reinterpret_cast<sockaddr*>(&any), one->ai_addrlen) != 0) continue;
+    EXPECT_EQ(::connect(other.get(), one->ai_addr, one->ai_addrlen), 0) << one->ai_family;
+    ++num_usable;
+  }
+  ::freeaddrinfo(found);
+  EXPECT_GT(num_usable, 0);
 }
 
 }  // namespace
