@@ -15,8 +15,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                                      .by_name = true,
                                      .allow_nonfinite = false};
   const persia::Buffer message = persia::fuzz::AlignedInput(data, size);
-  const auto request = ReadInferRequest(message.span(), inputs);
-  if (!request.has_value()) return 0;
+  const auto read = ReadInferRequest(message.span(), inputs);
+  if (!read.ok() || !read.value().has_value()) return 0;
+  const auto& request = read.value();
   const Samples& samples = request->samples;
   if (samples.ids.features.size() != 2 || samples.dense.size() != 2) std::abort();
   for (const auto& feature : samples.ids.features) {

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <memory>
@@ -27,7 +28,10 @@ using namespace persia::serving;  // NOLINT: this file binds that layer
 using serving::Clock;
 
 std::chrono::nanoseconds Nanoseconds(double seconds) {
-  return std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9));
+  // 30 years: so that times that are added to it are still times.
+  constexpr double kMax = 1e9;
+  const double bounded = seconds > 0 ? std::min(seconds, kMax) : 0;  // none for what is no number
+  return std::chrono::nanoseconds(static_cast<int64_t>(bounded * 1e9));
 }
 
 Clock::time_point ToTime(uint64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
@@ -181,7 +185,14 @@ void BindCounts(py::module_& module) {
 
 // ---- the port
 
-std::unique_ptr<Front> MakeFront(
+// It joins the network's thread.
+struct DeleteWithoutGil {
+  void operator()(Front* front) const {
+    WithoutGil([&] { delete front; });
+  }
+};
+
+std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
     std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts, double timeout_s,
     uint64_t max_message_bytes, uint32_t max_calls, const std::optional<py::bytes>& token_digest,
     const std::optional<std::tuple<std::string, std::string, std::string>>& tls) {
@@ -204,7 +215,8 @@ std::unique_ptr<Front> MakeFront(
     options.grpc.tls = ValueOrRaise(WithoutGil(
         [&] { return net::TlsFiles::Load(certificate, key, ca, net::TlsFiles::Use::kHttp2); }));
   }
-  return std::make_unique<Front>(std::move(options), std::move(queue), std::move(counts));
+  return std::unique_ptr<Front, DeleteWithoutGil>(
+      new Front(std::move(options), std::move(queue), std::move(counts)));
 }
 
 using DenseTuple = std::tuple<std::string, uint8_t, std::vector<int64_t>>;
@@ -245,7 +257,7 @@ py::object SaidBy(const CallEvent& event) {
                             deadline_ns);
     }
     case CallEvent::Kind::kMessage:
-      return py::make_tuple(BytesOf(event.message), event.is_compressed);
+      return py::make_tuple(BytesOf(event.message.bytes), event.message.is_compressed);
     case CallEvent::Kind::kEnd:
     case CallEvent::Kind::kClosed: break;
   }
@@ -263,7 +275,7 @@ py::list TakeEvents(Front& front) {
 }
 
 void BindFront(py::module_& module) {
-  py::class_<Front>(module, "ServingFront")
+  py::class_<Front, std::unique_ptr<Front, DeleteWithoutGil>>(module, "ServingFront")
       .def(py::init(&MakeFront), py::arg("queue"), py::arg("counts"), py::arg("timeout_s"),
            py::arg("max_message_bytes"), py::arg("max_calls"),
            py::arg("token_digest") = std::nullopt, py::arg("tls") = std::nullopt)

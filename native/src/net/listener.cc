@@ -1,5 +1,9 @@
 #include "net/listener.h"
 
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
 #include "net/asio.h"
 
 namespace persia::net {
@@ -12,20 +16,24 @@ Status CannotListen(const std::string& host, uint16_t port, const ErrorCode& err
                  " another --port or --host");
 }
 
-StatusOr<Tcp::endpoint> ResolveListenAddress(asio::io_context& io, const std::string& host,
-                                             uint16_t port) {
+StatusOr<std::vector<Tcp::endpoint>> Resolve(const std::string& host, uint16_t port) {
+  asio::io_context io;
   ErrorCode error;
   Tcp::resolver resolver(io);
   const auto results = resolver.resolve(host, std::to_string(port), Tcp::resolver::passive, error);
   if (error) return CannotListen(host, port, error);
-  return results.begin()->endpoint();
+  std::vector<Tcp::endpoint> endpoints;
+  for (const auto& result : results) {
+    const Tcp::endpoint endpoint = result.endpoint();
+    if (std::find(endpoints.begin(), endpoints.end(), endpoint) == endpoints.end()) {
+      endpoints.push_back(endpoint);
+    }
+  }
+  return endpoints;
 }
 
-}  // namespace
-
-StatusOr<Listener> Listen(const std::string& host, uint16_t port) {
+ErrorCode ListenOn(const Tcp::endpoint& endpoint, Listener* listener) {
   asio::io_context io;
-  PERSIA_ASSIGN_OR_RETURN(const auto endpoint, ResolveListenAddress(io, host, port));
   Tcp::acceptor acceptor(io);
   ErrorCode error;
   acceptor.open(endpoint.protocol(), error);
@@ -35,9 +43,43 @@ StatusOr<Listener> Listen(const std::string& host, uint16_t port) {
   if (!error) acceptor.bind(endpoint, error);
   if (!error) acceptor.listen(Tcp::acceptor::max_listen_connections, error);
   if (!error) acceptor.native_non_blocking(true, error);
-  if (error) return CannotListen(host, port, error);
-  const uint16_t bound = acceptor.local_endpoint().port();
-  return Listener{UniqueFd(acceptor.release()), bound};
+  if (error) return error;
+  listener->port = acceptor.local_endpoint().port();
+  listener->socket = UniqueFd(acceptor.release());
+  return error;
+}
+
+}  // namespace
+
+StatusOr<Listener> Listen(const std::string& host, uint16_t port) {
+  PERSIA_ASSIGN_OR_RETURN(const auto endpoints, Resolve(host, port));
+  Listener listener;
+  if (const auto error = ListenOn(endpoints.front(), &listener)) {
+    return CannotListen(host, port, error);
+  }
+  return listener;
+}
+
+StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t port) {
+  PERSIA_ASSIGN_OR_RETURN(const auto endpoints, Resolve(host, port));
+  std::vector<Listener> listeners;
+  ErrorCode failure;
+  for (Tcp::endpoint endpoint : endpoints) {
+    if (!listeners.empty()) endpoint.port(listeners.front().port);
+    Listener listener;
+    const auto error = ListenOn(endpoint, &listener);
+    // The machine may have no IPv6, or no address of it.
+    if (error == asio::error::address_family_not_supported ||
+        error == ErrorCode(EADDRNOTAVAIL, asio::system_category())) {
+      failure = error;
+    } else if (error) {
+      return CannotListen(host, port, error);
+    } else {
+      listeners.push_back(std::move(listener));
+    }
+  }
+  if (listeners.empty()) return CannotListen(host, port, failure);
+  return listeners;
 }
 
 }  // namespace persia::net

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "net/poller.h"
@@ -17,5 +18,7 @@ struct Listener {
 
 // Port 0 takes a free one. kIOError names host and port.
 StatusOr<Listener> Listen(const std::string& host, uint16_t port);
+// On each address of `host` that this machine can use, with one port. At least one.
+StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t port);
 
 }  // namespace persia::net

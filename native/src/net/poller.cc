@@ -54,6 +54,16 @@ Poller::Event Poller::Wait() {
   epoll_event event;
   while (::epoll_wait(epoll_.get(), &event, 1, -1) != 1) {
   }  // interrupted by a signal
+  return Take(event);
+}
+
+std::optional<Poller::Event> Poller::Poll() {
+  epoll_event event;
+  if (::epoll_wait(epoll_.get(), &event, 1, 0) != 1) return std::nullopt;
+  return Take(event);
+}
+
+Poller::Event Poller::Take(const epoll_event& event) {
   // Read and armed again under the lock, so that a WakeAt() meanwhile is not lost.
   if (event.data.u64 == kTimerTag) {
     std::lock_guard lock(timer_mutex_);

@@ -16,6 +16,7 @@
 #include <chrono>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "base/status.h"
@@ -64,6 +65,8 @@ class Poller {
   void Arm(int fd, uint64_t tag, uint32_t events);
   // Blocks until there is an event.
   Event Wait();
+  // One that there is already, or none.
+  std::optional<Event> Poll();
   // One event of kTimerTag comes at `time` or, when an earlier one was asked for and has not come
   // yet, at that one's time: who is woken looks what is due and asks again.
   void WakeAt(Clock::time_point time);
@@ -71,6 +74,8 @@ class Poller {
   void Stop();
 
  private:
+  Event Take(const epoll_event& event);
+
   UniqueFd epoll_;
   UniqueFd stop_;   // an eventfd that stays readable
   UniqueFd timer_;  // a timerfd

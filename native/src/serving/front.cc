@@ -5,6 +5,7 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string_view>
 #include <utility>
 
@@ -54,6 +55,7 @@ class Front::InferCall : public Waiting {
   InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request)
       : Waiting(std::move(request.samples), infer.deadline),
         outlet_(front.outlet_),
+        held_(infer.message->held),
         counts_(front.counts_),
         call_(call),
         arrived_(infer.head.arrived),
@@ -89,6 +91,7 @@ class Front::InferCall : public Waiting {
 
  private:
   const std::shared_ptr<Outlet> outlet_;
+  const std::shared_ptr<CallBytes> held_;  // while its samples wait, also without its client
   const std::shared_ptr<RequestCounts> counts_;
   const CallId call_;
   const Clock::time_point arrived_;
@@ -118,6 +121,11 @@ void Front::SetInputs(std::shared_ptr<const ModelInputs> inputs) {
   inputs_ = std::move(inputs);
 }
 
+std::shared_ptr<const ModelInputs> Front::inputs() {
+  const std::lock_guard lock(mutex_);
+  return inputs_;
+}
+
 // ---- events
 
 void Front::Push(CallEvent event) {
@@ -126,14 +134,31 @@ void Front::Push(CallEvent event) {
   if (events_.empty()) {
     [[maybe_unused]] const ssize_t ignored = ::write(events_ready_.get(), &one, sizeof(one));
   }
-  events_.push_back(std::move(event));
+  events_[event.call].push_back(std::move(event));
+}
+
+// Python hears nothing of a call that ended before it took the beginning.
+void Front::PushClosed(CallId call) {
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = events_.find(call);
+    if (found != events_.end() && found->second.front().kind == CallEvent::Kind::kCall) {
+      events_.erase(found);
+      return;
+    }
+  }
+  Push({.kind = CallEvent::Kind::kClosed, .call = call, .head = {}});
 }
 
 std::vector<CallEvent> Front::TakeEvents() {
   const std::lock_guard lock(mutex_);
   uint64_t count = 0;
   [[maybe_unused]] const ssize_t ignored = ::read(events_ready_.get(), &count, sizeof(count));
-  return std::exchange(events_, {});
+  std::vector<CallEvent> taken;
+  for (auto& [call, events] : events_)
+    std::move(events.begin(), events.end(), std::back_inserter(taken));
+  events_.clear();
+  return taken;
 }
 
 // ---- calls, on the server's thread
@@ -150,15 +175,18 @@ bool Front::HasToken(const CallHead& head) const {
 std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head) {
   // Python also answers who has no token, so that refusals are worded and recorded once.
   if (head.method != kModelInfer || !HasToken(head)) {
-    Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head, .message = {}});
-    return Clock::time_point::max();
+    Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head});
+    return head.deadline.value_or(Clock::time_point::max());
   }
   const auto deadline =
       std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
-  // Before its message is read, which would take longer than to refuse it.
-  if (const Status status = queue_->Admit(deadline); !status.ok()) {
-    Refuse(call, head.arrived, status);
-    return std::nullopt;
+  // Before its message is read, which would take longer than to refuse it. Without inputs Python
+  // says which queue it joins.
+  if (inputs() != nullptr) {
+    if (const Status status = queue_->Admit(deadline); !status.ok()) {
+      Refuse(call, head.arrived, status);
+      return std::nullopt;
+    }
   }
   Infer& infer = infers_[call];
   infer.head = head;
@@ -166,14 +194,13 @@ std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head
   return deadline;
 }
 
-void Front::OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) {
+void Front::OnMessage(CallId call, GrpcMessage message) {
   const auto found = infers_.find(call);
   if (found == infers_.end()) {
     return Push({.kind = CallEvent::Kind::kMessage,
                  .call = call,
                  .head = {},
-                 .message = std::move(message),
-                 .is_compressed = is_compressed});
+                 .message = std::move(message)});
   }
   Infer& infer = found->second;
   if (infer.is_refused) return;
@@ -183,32 +210,32 @@ void Front::OnMessage(CallId call, std::vector<std::byte> message, bool is_compr
                   InvalidArgument("ModelInfer takes one message, and there are several"));
   }
   infer.message = std::move(message);
-  infer.is_compressed = is_compressed;
 }
 
 void Front::OnEnd(CallId call) {
   const auto found = infers_.find(call);
   if (found == infers_.end()) {
-    return Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}, .message = {}});
+    return Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}});
   }
   Infer& infer = found->second;
   if (infer.is_refused) return;
-  std::shared_ptr<const ModelInputs> inputs;
-  {
-    const std::lock_guard lock(mutex_);
-    inputs = inputs_;
-  }
+  const auto wanted = inputs();
   std::optional<InferRequest> request;
-  if (infer.message.has_value() && !infer.is_compressed && inputs != nullptr) {
-    request = ReadInferRequest(*infer.message, *inputs);
+  if (infer.message.has_value() && !infer.message->is_compressed && wanted != nullptr) {
+    auto read = ReadInferRequest(infer.message->bytes, *wanted);
+    if (!read.ok()) {
+      infer.is_refused = true;
+      return Refuse(call, infer.head.arrived, read.status());
+    }
+    request = std::move(read).value();
   }
   if (!request.has_value()) {
     HandOver(call, &infer);
     infers_.erase(found);
     return;
   }
-  infer.message.reset();
   infer.submitted = std::make_shared<InferCall>(*this, call, infer, *std::move(request));
+  infer.message.reset();
   if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }
@@ -216,18 +243,14 @@ void Front::OnEnd(CallId call) {
 
 // Python's reader takes it or explains what is wrong.
 void Front::HandOver(CallId call, Infer* infer) {
-  Push({.kind = CallEvent::Kind::kCall,
-        .call = call,
-        .head = std::move(infer->head),
-        .message = {}});
+  Push({.kind = CallEvent::Kind::kCall, .call = call, .head = std::move(infer->head)});
   if (infer->message.has_value()) {
     Push({.kind = CallEvent::Kind::kMessage,
           .call = call,
           .head = {},
-          .message = *std::move(infer->message),
-          .is_compressed = infer->is_compressed});
+          .message = *std::move(infer->message)});
   }
-  Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}, .message = {}});
+  Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}});
 }
 
 void Front::Refuse(CallId call, Clock::time_point arrived, const Status& status) {
@@ -249,10 +272,16 @@ void Front::OnLate(CallId call) {
                         "the request's deadline passed before its answer: the server is behind");
 }
 
+void Front::OnRefused(CallId call, GrpcCode code) {
+  const auto found = infers_.find(call);
+  if (found == infers_.end() || std::exchange(found->second.is_refused, true)) return;
+  counts_->Add(found->second.head.arrived, code);
+}
+
 void Front::OnClosed(CallId call) {
   const auto found = infers_.find(call);
   if (found == infers_.end()) {
-    return Push({.kind = CallEvent::Kind::kClosed, .call = call, .head = {}, .message = {}});
+    return PushClosed(call);
   }
   // Without effect on one that has its answer.
   if (const auto& submitted = found->second.submitted; submitted != nullptr) {

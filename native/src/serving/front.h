@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,8 +35,7 @@ struct CallEvent {
   Kind kind;
   CallId call;
   CallHead head;  // of kCall
-  std::vector<std::byte> message;
-  bool is_compressed = false;
+  GrpcMessage message = {};
 };
 
 // Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
@@ -65,24 +65,25 @@ class Front : private CallHandler {
   // A ModelInfer call that Python does not know.
   struct Infer {
     CallHead head;
-    std::optional<std::vector<std::byte>> message;
-    bool is_compressed = false;
+    std::optional<GrpcMessage> message;
     net::Clock::time_point deadline;
     std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
     bool is_refused = false;               // and counted
   };
 
   std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override;
-  void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) override;
+  void OnMessage(CallId call, GrpcMessage message) override;
   void OnEnd(CallId call) override;
   void OnLate(CallId call) override;
+  void OnRefused(CallId call, GrpcCode code) override;
   void OnClosed(CallId call) override;
 
   bool HasToken(const CallHead& head) const;
-  void Submit(CallId call, Infer* infer);
   void HandOver(CallId call, Infer* infer);
   void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
   void Push(CallEvent event);
+  void PushClosed(CallId call);
+  std::shared_ptr<const ModelInputs> inputs();
 
   const FrontOptions options_;
   const std::shared_ptr<RequestQueue> queue_;
@@ -92,7 +93,9 @@ class Front : private CallHandler {
 
   std::mutex mutex_;  // guards what follows
   std::shared_ptr<const ModelInputs> inputs_;
-  std::vector<CallEvent> events_;
+  // That Python has not taken. At most those of the calls that are open, and one of each call that
+  // Python knows.
+  std::map<CallId, std::vector<CallEvent>> events_;
   net::UniqueFd events_ready_;  // an eventfd
 
   GrpcServer server_;  // last: its thread uses all the others

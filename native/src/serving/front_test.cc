@@ -3,10 +3,10 @@
 #include "serving/front.h"
 
 #include <gtest/gtest.h>
-#include <poll.h>
 
 #include <thread>
 
+#include "serving/front_test_util.h"
 #include "serving/grpc_text.h"
 #include "serving/serving_test_util.h"
 
@@ -14,53 +14,6 @@ namespace persia::serving {
 namespace {
 
 using namespace testing;  // NOLINT: this layer's own test helpers
-
-const std::string kInfer = "/inference.GRPCInferenceService/ModelInfer";
-
-class FrontTest : public ::testing::Test {
- protected:
-  void Start(FrontOptions options = {}) {
-    front_ = std::make_unique<Front>(std::move(options), queue_, counts_);
-    front_->SetInputs(std::make_shared<ModelInputs>(Inputs()));
-    port_ = front_->Start("127.0.0.1", 0).value();
-  }
-  // Answers with each sample's age, until the queue is closed.
-  void Compute() {
-    while (const auto batch = queue_->Next()) {
-      std::vector<std::byte> values;
-      for (const auto& request : batch->requests()) {
-        const auto ages = request->samples().dense[0].values;
-        values.insert(values.end(), ages.begin(), ages.end());
-      }
-      batch->Answer({"m", "7", {}, {{"FP32", {1}, sizeof(float), values}}});
-    }
-  }
-  void StartComputing() {
-    computing_ = std::thread([this] { Compute(); });
-  }
-  // Waits for one event of a kind; what comes before is dropped.
-  CallEvent Await(CallEvent::Kind kind) {
-    while (true) {
-      pollfd waiting{front_->events_fd(), POLLIN, 0};
-      ::poll(&waiting, 1, 120'000);
-      for (CallEvent& event : front_->TakeEvents()) {
-        if (event.kind == kind) return std::move(event);
-      }
-    }
-  }
-  uint64_t NumOf(GrpcCode code) { return counts_->snapshot().by_code[static_cast<size_t>(code)]; }
-  void TearDown() override {
-    queue_->Close();
-    if (computing_.joinable()) computing_.join();
-  }
-
-  std::shared_ptr<RequestQueue> queue_ =
-      std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 8, .max_queued = 4});
-  std::shared_ptr<RequestCounts> counts_ = std::make_shared<RequestCounts>("test");
-  std::unique_ptr<Front> front_;
-  std::thread computing_;
-  uint16_t port_ = 0;
-};
 
 // The last bytes of a response are the values of its output.
 float LastFloat(const std::string& body) {
@@ -144,7 +97,7 @@ TEST_F(FrontTest, OtherCallsAreForPython) {
   const int32_t other = client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "other"));
   CallEvent message = Await(CallEvent::Kind::kMessage);
   if (message.call == begun.call) message = Await(CallEvent::Kind::kMessage);
-  EXPECT_EQ(Raw(message.message), RequestOf(BatchOf({7}, {1}), "other"));
+  EXPECT_EQ(Raw(message.message.bytes), RequestOf(BatchOf({7}, {1}), "other"));
   front_->Finish(message.call, static_cast<GrpcCode>(5), "there is no model");
   EXPECT_EQ(client.End(other).status, "5");
 }

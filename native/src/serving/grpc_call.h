@@ -11,6 +11,8 @@
 
 #include "net/tls.h"
 #include "net/types.h"
+#include "serving/call_bytes.h"
+#include "serving/request_counts.h"
 
 namespace persia::serving {
 
@@ -26,6 +28,12 @@ struct CallHead {
   std::optional<net::Clock::time_point> deadline;
 };
 
+struct GrpcMessage {
+  std::vector<std::byte> bytes;
+  bool is_compressed = false;
+  std::shared_ptr<CallBytes> held;  // kept as long as the bytes, or what was made of them
+};
+
 // Called on the server's thread alone, and must not block it.
 class CallHandler {
  public:
@@ -34,11 +42,13 @@ class CallHandler {
   // Returns when OnLate is to be called; max(): never. None: the handler has refused the call, by
   // GrpcServer::Finish, and hears no more of it.
   virtual std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) = 0;
-  virtual void OnMessage(CallId call, std::vector<std::byte> message, bool is_compressed) = 0;
+  virtual void OnMessage(CallId call, GrpcMessage message) = 0;
   // The client sends no more messages.
   virtual void OnEnd(CallId call) = 0;
   // The call is not finished. The server finishes it afterwards, if the handler has not.
   virtual void OnLate(CallId call) = 0;
+  // The server refuses what the client sends for it, and finishes it afterwards with `code`.
+  virtual void OnRefused(CallId call, GrpcCode code) = 0;
   // The last of a call, answered or not. What is sent for it from now on is dropped.
   virtual void OnClosed(CallId call) = 0;
 };
@@ -46,9 +56,11 @@ class CallHandler {
 // Bounds. What exceeds one is refused.
 struct GrpcOptions {
   uint64_t max_message_bytes = 16ull << 20;
-  uint64_t max_held_bytes = 1ull << 30;  // of messages of all calls that are open
+  uint64_t max_held_bytes = 1ull << 30;  // of messages that arrive, wait or are to be sent
   uint32_t max_calls = 1024;             // that are open
   uint32_t max_connections = 4096;
+  // With a client that begins no call, or does not read or send what it should.
+  std::chrono::milliseconds patience{10'000};
   std::shared_ptr<net::TlsFiles> tls;  // null: none
 };
 

@@ -12,7 +12,6 @@
 #include "net/poller.h"
 #include "net/tls.h"
 #include "serving/grpc_call.h"
-#include "serving/request_counts.h"
 
 namespace persia::serving {
 
@@ -32,7 +31,7 @@ struct GrpcShared {
   CallHandler& handler;
   std::unordered_map<CallId, Place> calls;  // that are open
   CallId next_call = 1;
-  uint64_t held_bytes = 0;
+  const std::shared_ptr<HeldBytes> held_bytes = std::make_shared<HeldBytes>(0);
   uint32_t num_refused = 0;  // since the server's thread last waited
 };
 
@@ -60,8 +59,11 @@ class GrpcConnection {
   void Drain();
   int fd() const { return socket_.get(); }
   bool is_idle() const { return streams_.empty(); }
+  // Of two idle connections the lesser one is closed first.
+  std::pair<bool, net::Clock::time_point> worth() const { return {has_begun_, read_at_}; }
 
  private:
+  using Clock = net::Clock;
   struct Stream;
 
   static nghttp2_session_callbacks* Callbacks();
@@ -79,17 +81,20 @@ class GrpcConnection {
 
   Stream* Find(int32_t id);
   void BeginCall(Stream* stream);
-  bool TakeHeader(Stream* stream, std::string_view name, std::string_view value);
+  void TakeHeader(Stream* stream, std::string_view name, std::string_view value);
   void TakeData(Stream* stream, std::span<const std::byte> data);
   void TakeMessage(Stream* stream);
   bool BeginMessage(Stream* stream);
   void EndOfRequest(Stream* stream);
+  void Refuse(Stream* stream, GrpcCode code, std::string text);
   void Respond(Stream* stream);
   void RefuseHttp(Stream* stream, std::string_view status);
+  void Reset(Stream* stream, uint32_t error);
   void SubmitTrailers(Stream* stream);
   void CloseCall(Stream* stream);
   ssize_t Receive(std::byte* to, size_t size);
   bool Write();
+  void Check(int result);
 
   net::UniqueFd socket_;
   const std::string peer_;
@@ -100,9 +105,10 @@ class GrpcConnection {
   std::string out_;  // bytes that were framed, the first written_ of them sent
   size_t written_ = 0;
   bool is_blocked_ = false;
-  net::Clock::time_point read_at_;        // of the bytes that are looked at
-  net::Clock::time_point must_begin_by_;  // a client that sends nothing is not kept
-  bool has_begun_ = false;
+  bool is_broken_ = false;
+  Clock::time_point read_at_;      // when the last bytes arrived
+  Clock::time_point progress_at_;  // when it was accepted, or last took something while blocked
+  bool has_begun_ = false;         // its client has begun a call; else it is not kept for long
 };
 
 }  // namespace persia::serving

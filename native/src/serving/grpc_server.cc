@@ -11,16 +11,16 @@
 
 #include "net/asio.h"
 #include "net/audit.h"
-#include "net/listener.h"
 
 namespace persia::serving {
 namespace {
 
 using net::Clock;
 
-constexpr uint64_t kListenerTag = net::Poller::kFirstFreeTag;
-constexpr uint64_t kWakeTag = kListenerTag + 1;
-constexpr std::chrono::milliseconds kTick{50};  // between two looks at deadlines
+constexpr uint64_t kWakeTag = net::Poller::kFirstFreeTag;
+constexpr uint64_t kListenerTag = kWakeTag + 1;  // of the first; after the last, connections
+constexpr int kMaxEvents = 64;                   // before answers have their turn
+constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
 
 void Signal(int fd) {
   const uint64_t one = 1;
@@ -32,10 +32,16 @@ void Unsignal(int fd) {
   [[maybe_unused]] const ssize_t ignored = ::read(fd, &count, sizeof(count));
 }
 
+std::string NameOf(const net::Tcp::endpoint& peer) {
+  const std::string address = peer.address().to_string();
+  const std::string host = peer.address().is_v6() ? "[" + address + "]" : address;
+  return host + ":" + std::to_string(peer.port());
+}
+
 }  // namespace
 
 GrpcServer::GrpcServer(GrpcOptions options, CallHandler* handler)
-    : shared_(std::move(options), handler), next_tag_(kWakeTag + 1) {}
+    : shared_(std::move(options), handler) {}
 
 GrpcServer::~GrpcServer() {
   Stop(std::chrono::milliseconds(0));
@@ -45,15 +51,18 @@ GrpcServer::~GrpcServer() {
 StatusOr<uint16_t> GrpcServer::Start(const std::string& host, uint16_t port) {
   PERSIA_RETURN_IF_ERROR(poller_.Open());
   wake_ = net::UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  PERSIA_ASSIGN_OR_RETURN(net::Listener listener, net::Listen(host, port));
-  listener_ = std::move(listener.socket);
-  if (wake_.get() < 0 || !poller_.Add(wake_.get(), kWakeTag, EPOLLIN) ||
-      !poller_.Add(listener_.get(), kListenerTag, EPOLLIN)) {
+  PERSIA_ASSIGN_OR_RETURN(listeners_, net::ListenOnAll(host, port));
+  next_tag_ = kListenerTag;
+  bool waits = wake_.get() >= 0 && poller_.Add(wake_.get(), kWakeTag, EPOLLIN);
+  for (const auto& listener : listeners_) {
+    waits = waits && poller_.Add(listener.socket.get(), next_tag_++, EPOLLIN);
+  }
+  if (!waits) {
     return IOError("cannot wait for connections: ", std::system_category().message(errno));
   }
   poller_.WakeAt(Clock::now() + kTick);
   thread_ = std::thread([this] { Run(); });
-  return listener.port;
+  return listeners_.front().port;
 }
 
 void GrpcServer::Stop(std::chrono::milliseconds timeout) {
@@ -103,11 +112,16 @@ void GrpcServer::Run() {
   own_id_ = std::this_thread::get_id();
   ::pthread_setname_np(::pthread_self(), "persia-front");
   while (true) {
-    const net::Poller::Event event = poller_.Wait();
-    OnEvent(event);
+    OnEvent(poller_.Wait());
+    bool is_done = false;
+    for (int i = 1; i < kMaxEvents && !is_done; ++i) {
+      const auto event = poller_.Poll();
+      is_done = !event.has_value();
+      if (!is_done) OnEvent(*event);
+    }
     TakeActions();
     FlushTouched();
-    RestAfterRefusals();
+    if (is_done) RestAfterRefusals();
     const std::lock_guard lock(mutex_);
     if (is_draining_ && (connections_.empty() || Clock::now() >= cut_off_at_)) break;
   }
@@ -118,7 +132,8 @@ void GrpcServer::Run() {
 }
 
 // Each wake-up interrupts what computes on the same processor. Where requests are refused there are
-// many, and it costs less to refuse several at once.
+// many, and it costs less to refuse several at once. Called once no connection has more to read: a
+// rest for each of them would be longer than answering it.
 void GrpcServer::RestAfterRefusals() {
   constexpr std::chrono::microseconds kRest{500};
   if (std::exchange(shared_.num_refused, 0) > 0) std::this_thread::sleep_for(kRest);
@@ -126,16 +141,18 @@ void GrpcServer::RestAfterRefusals() {
 
 void GrpcServer::OnEvent(const net::Poller::Event& event) {
   if (event.tag == net::Poller::kTimerTag) return OnTimer();
-  if (event.tag == kListenerTag) return Accept();
   if (event.tag == kWakeTag) {
     Unsignal(wake_.get());
     poller_.Arm(wake_.get(), kWakeTag, EPOLLIN);
     return BeginDrain();
   }
+  const size_t listener = event.tag - kListenerTag;
+  if (listener < listeners_.size()) return Accept(listener);
   const auto found = connections_.find(event.tag);
   if (found == connections_.end()) return;
   touched_.insert(event.tag);
-  if (!found->second->Read()) Remove(event.tag);
+  // A client that does not read is not read: what answers it would have no bound.
+  if (!found->second->is_blocked() && !found->second->Read()) Remove(event.tag);
 }
 
 void GrpcServer::BeginDrain() {
@@ -144,38 +161,59 @@ void GrpcServer::BeginDrain() {
     if (!stopping_ || is_draining_) return;
   }
   is_draining_ = true;
-  listener_ = net::UniqueFd();
+  for (auto& listener : listeners_) listener.socket = net::UniqueFd();
   for (const auto& [tag, connection] : connections_) {
     connection->Drain();
     touched_.insert(tag);
   }
 }
 
-void GrpcServer::Accept() {
+void GrpcServer::ArmListeners() {
+  for (size_t i = 0; i < listeners_.size(); ++i) {
+    poller_.Arm(listeners_[i].socket.get(), kListenerTag + i, EPOLLIN);
+  }
+}
+
+void GrpcServer::Accept(size_t listener) {
+  const int fd = listeners_[listener].socket.get();
   while (!is_draining_) {
     net::Tcp::endpoint peer;
     auto size = static_cast<socklen_t>(peer.capacity());
-    net::UniqueFd socket(
-        ::accept4(listener_.get(), peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
+    net::UniqueFd socket(::accept4(fd, peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.get() < 0) {
       const int error = errno;
       if (error == EINTR || error == ECONNABORTED) continue;
-      if (error == EAGAIN) return poller_.Arm(listener_.get(), kListenerTag, EPOLLIN);
+      if (error == EAGAIN) return poller_.Arm(fd, kListenerTag + listener, EPOLLIN);
       net::WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
                         "; raise the limit of open files (ulimit -n)");
       accept_at_ = Clock::now() + kTick;
       return;
     }
-    if (connections_.size() >= shared_.options.max_connections) continue;  // closes it
+    if (connections_.size() >= shared_.options.max_connections && !CloseIdle()) continue;
     net::ConfigureSocket(socket.get());
     const uint64_t tag = next_tag_++;
     if (!poller_.Add(socket.get(), tag, EPOLLIN)) continue;
-    auto made = std::make_unique<GrpcConnection>(
-        std::move(socket), peer.address().to_string() + ":" + std::to_string(peer.port()),
-        &shared_);
+    auto made = std::make_unique<GrpcConnection>(std::move(socket), NameOf(peer), &shared_);
     tags_[made.get()] = tag;
     connections_[tag] = std::move(made);
   }
+}
+
+// Makes room for a new connection. False: each one has calls.
+bool GrpcServer::CloseIdle() {
+  net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
+                    " connections and takes no more: those without calls are closed; let clients "
+                    "share connections, or run more servers");
+  auto least = connections_.end();
+  for (auto it = connections_.begin(); it != connections_.end(); ++it) {
+    if (!it->second->is_idle()) continue;
+    if (least == connections_.end() || it->second->worth() < least->second->worth()) least = it;
+  }
+  if (least == connections_.end()) return false;
+  least->second->Drain();
+  least->second->Flush();
+  Remove(least->first);
+  return true;
 }
 
 void GrpcServer::TakeActions() {
@@ -213,8 +251,8 @@ void GrpcServer::FlushTouched() {
     }
     // The socket does not tell of what TLS has read ahead; that it can be written to, it tells at
     // once.
-    const bool wants_write = connection.is_blocked() || connection.HasPending();
-    poller_.Arm(connection.fd(), tag, EPOLLIN | (wants_write ? EPOLLOUT : 0u));
+    const uint32_t reads = EPOLLIN | (connection.HasPending() ? EPOLLOUT : 0u);
+    poller_.Arm(connection.fd(), tag, connection.is_blocked() ? EPOLLOUT : reads);
   }
 }
 
@@ -235,7 +273,7 @@ void GrpcServer::OnTimer() {
   for (const uint64_t tag : ended) Remove(tag);
   if (now >= accept_at_ && !is_draining_) {
     accept_at_ = Clock::time_point::max();
-    poller_.Arm(listener_.get(), kListenerTag, EPOLLIN);
+    ArmListeners();
   }
   poller_.WakeAt(now + kTick);
 }

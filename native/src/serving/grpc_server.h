@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "net/listener.h"
 #include "net/poller.h"
 #include "serving/grpc_call.h"
 #include "serving/grpc_connection.h"
@@ -56,7 +57,9 @@ class GrpcServer {
   void Run();
   void Post(Action action, bool wakes);
   void OnEvent(const net::Poller::Event& event);
-  void Accept();
+  void Accept(size_t listener);
+  void ArmListeners();
+  bool CloseIdle();
   void TakeActions();
   void Apply(Action action);
   void FlushTouched();
@@ -67,8 +70,8 @@ class GrpcServer {
 
   GrpcShared shared_;
   net::Poller poller_;
-  net::UniqueFd listener_;
-  net::UniqueFd wake_;  // an eventfd
+  std::vector<net::Listener> listeners_;  // one of each address
+  net::UniqueFd wake_;                    // an eventfd
   std::thread thread_;
   std::atomic<std::thread::id> own_id_;
 
@@ -76,7 +79,7 @@ class GrpcServer {
   std::unordered_map<uint64_t, std::unique_ptr<GrpcConnection>> connections_;
   std::unordered_map<GrpcConnection*, uint64_t> tags_;
   std::unordered_set<uint64_t> touched_;  // may have something to write
-  uint64_t next_tag_;
+  uint64_t next_tag_ = 0;
   net::Clock::time_point accept_at_ = net::Clock::time_point::max();
   bool is_draining_ = false;
 

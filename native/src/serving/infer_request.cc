@@ -18,6 +18,7 @@ using Bytes = std::span<const std::byte>;
 constexpr std::string_view kBatchInput = "batch";
 constexpr std::string_view kOutput = "output_";
 constexpr uint32_t kMaxOutputs = 1024;
+constexpr size_t kMaxSizes = 32;  // of a tensor's shape
 // The protocol's names of the dtypes by their numbers on the wire.
 constexpr std::array<std::string_view, kNumDtypes> kDatatypes = {
     "BOOL", "INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "FP32", "FP64", "FP16"};
@@ -32,7 +33,10 @@ struct Input {
   Bytes raw;
 };
 
+// A tensor is held in up to 96 bytes, and may have two in the message. So their number is bounded.
 struct Message {
+  size_t max_tensors = 0;
+  bool has_too_many = false;
   std::string_view model_name;
   std::string_view model_version;
   std::string_view id;
@@ -54,10 +58,13 @@ bool ReadInput(Bytes message, Input* input) {
       input->datatype = field.text();
     } else if (field.Is(3, ProtoReader::kVarint)) {
       input->shape.push_back(field.value);
+      if (input->shape.size() > kMaxSizes) return false;
     } else if (field.Is(3, ProtoReader::kBytes)) {
       ProtoReader sizes(field.bytes);
-      while (!sizes.empty() && sizes.ok()) input->shape.push_back(sizes.Varint());
-      if (!sizes.ok()) return false;
+      while (!sizes.empty() && sizes.ok() && input->shape.size() <= kMaxSizes) {
+        input->shape.push_back(sizes.Varint());
+      }
+      if (!sizes.ok() || input->shape.size() > kMaxSizes) return false;
     } else if (field.number == 5) {
       // Repeated messages of a field would be merged.
       if (field.wire != ProtoReader::kBytes || input->has_contents) return false;
@@ -97,6 +104,9 @@ bool ReadMessage(Bytes content, Message* message) {
       case 7: message->raw.push_back(field.bytes); break;
       default: break;
     }
+    message->has_too_many = std::max({message->inputs.size(), message->outputs.size(),
+                                      message->raw.size()}) > message->max_tensors;
+    if (message->has_too_many) return false;
   }
   return reader.ok();
 }
@@ -276,6 +286,8 @@ bool ReadNamedDense(const std::vector<Input>& inputs, const ModelInputs::Dense& 
 
 std::optional<Samples> ReadNamed(const std::vector<Input>& inputs, const ModelInputs& wanted) {
   size_t num_bytes = 0;
+  // Before each is looked for among all.
+  if (inputs.size() > 3 * wanted.ids.size() + wanted.dense.size()) return std::nullopt;
   for (const Input& input : inputs) {
     if (input.has_contents) return std::nullopt;
     // Offsets have four bytes for each sample, of which there are no more than elements or lengths.
@@ -332,23 +344,31 @@ std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) 
   return ReadNamed(found, inputs);
 }
 
-}  // namespace
-
-std::optional<InferRequest> ReadInferRequest(std::span<const std::byte> content,
-                                             const ModelInputs& inputs) {
-  Message message;
-  if (!ReadMessage(content, &message)) return std::nullopt;
-  const bool any_version = message.model_version.empty() || message.model_version == "stable";
-  if (message.model_name != inputs.model_name || !any_version || !IsAscii(message.id)) {
+std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) {
+  const bool any_version = message->model_version.empty() || message->model_version == "stable";
+  if (message->model_name != inputs.model_name || !any_version || !IsAscii(message->id)) {
     return std::nullopt;
   }
   InferRequest request;
-  request.id = message.id;
-  if (!ReadOutputs(message.outputs, &request.output_positions)) return std::nullopt;
-  auto samples = ReadSamples(&message, inputs);
+  request.id = message->id;
+  if (!ReadOutputs(message->outputs, &request.output_positions)) return std::nullopt;
+  auto samples = ReadSamples(message, inputs);
   if (!samples.has_value() || !Fits(inputs, *samples)) return std::nullopt;
   request.samples = *std::move(samples);
   return request;
+}
+
+}  // namespace
+
+StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> content,
+                                                       const ModelInputs& inputs) {
+  constexpr size_t kEnough = 4096;  // for other models and readers
+  Message message;
+  message.max_tensors = std::max(kEnough, 3 * (inputs.ids.size() + inputs.dense.size()));
+  if (ReadMessage(content, &message)) return Accept(&message, inputs);
+  if (!message.has_too_many) return std::optional<InferRequest>();
+  return InvalidArgument("the request has more than ", message.max_tensors,
+                         " inputs or outputs: send those of the model");
 }
 
 }  // namespace persia::serving

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/status.h"
 #include "serving/samples.h"
 
 namespace persia::serving {
@@ -38,8 +39,9 @@ struct InferRequest {
   Samples samples;
 };
 
-// None: the reader in Python is to take it.
-std::optional<InferRequest> ReadInferRequest(std::span<const std::byte> message,
-                                             const ModelInputs& inputs);
+// None: the reader in Python is to take it. kInvalidArgument: it has more tensors than any model,
+// and no reader should take it.
+StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> message,
+                                                       const ModelInputs& inputs);
 
 }  // namespace persia::serving

@@ -14,7 +14,7 @@ namespace {
 using namespace testing;  // NOLINT: this layer's own test helpers
 
 std::optional<InferRequest> Read(const std::string& request, const ModelInputs& inputs = Inputs()) {
-  return ReadInferRequest(BytesOf(request), inputs);
+  return ReadInferRequest(BytesOf(request), inputs).value();
 }
 
 // A request with tensors by name, each with its raw bytes.
@@ -130,19 +130,37 @@ TEST(InferRequestTest, CutOffAnywhereOrDamaged) {
     for (size_t size = 0; size < whole.size(); ++size) {
       // A copy of that size: a sanitizer sees what is read behind it.
       const std::vector<char> cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
-      EXPECT_FALSE(ReadInferRequest(std::as_bytes(std::span(cut)), Inputs()).has_value()) << size;
+      EXPECT_FALSE(ReadInferRequest(std::as_bytes(std::span(cut)), Inputs()).value().has_value())
+          << size;
     }
     for (size_t at = 0; at < whole.size(); ++at) {
       for (const char flipped : {'\x01', '\x80', '\xff'}) {
         std::vector<char> damaged(whole.begin(), whole.end());
         damaged[at] = static_cast<char>(damaged[at] ^ flipped);
-        const auto request = ReadInferRequest(std::as_bytes(std::span(damaged)), Inputs());
+        const auto request = ReadInferRequest(std::as_bytes(std::span(damaged)), Inputs()).value();
         if (!request.has_value()) continue;
         const std::vector<const Samples*> parts = {&request->samples};
         EXPECT_TRUE(Merge(parts).ok());
       }
     }
   }
+}
+
+// A message of 16 MiB has room for 8 million of them.
+TEST(InferRequestTest, TooManyTensorsAreRefused) {
+  for (const uint32_t field : {5u, 6u, 7u}) {
+    std::string request = RequestOf(BatchOf(kIds, kAges));
+    for (int i = 0; i < 4097; ++i) ProtoWriter(&request).Bytes(field, "");
+    const auto read = ReadInferRequest(BytesOf(request), Inputs());
+    EXPECT_EQ(read.status().code(), StatusCode::kInvalidArgument) << field;
+  }
+  ModelInputs large = Inputs();
+  large.ids.resize(2000);
+  std::string request = RequestOf(BatchOf(kIds, kAges));
+  for (int i = 0; i < 5000; ++i) ProtoWriter(&request).Bytes(5, "");
+  EXPECT_FALSE(Read(request, large).has_value());
+  EXPECT_FALSE(Read(NamedRequest({kAge, {"user", "INT64", std::vector<uint64_t>(1000, 1), ""}}))
+                   .has_value());
 }
 
 TEST(SamplesTest, PartsOfOneLayoutBecomeOneBatch) {

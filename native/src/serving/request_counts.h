@@ -17,6 +17,7 @@ enum class GrpcCode : uint32_t {
   kInvalidArgument = 3,
   kDeadlineExceeded = 4,
   kResourceExhausted = 8,
+  kUnimplemented = 12,
   kInternal = 13,
   kUnavailable = 14,
 };

@@ -65,8 +65,12 @@ StatusOr<std::vector<std::byte>> Batch::Message() const {
   return Merge(parts);
 }
 
-// Before the answers: who has the last of them sees no request running.
-void Batch::End() { queue_.End(static_cast<uint32_t>(requests_.size()), num_samples_, began_); }
+// Before the answers: who has the last of them sees no request running. Without effect on a batch
+// that has ended.
+void Batch::End() {
+  if (requests_.empty()) return;
+  queue_.End(static_cast<uint32_t>(requests_.size()), num_samples_, began_);
+}
 
 void Batch::Answer(const Prediction& prediction) {
   End();
@@ -103,19 +107,13 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
                            options_.max_batch_size,
                            " at a time: send several requests, or raise --max-batch-size");
   }
-  Requests late;
   {
     const std::lock_guard lock(mutex_);
-    if (waiting_.size() >= options_.max_queued) DropLate(&late);
     PERSIA_RETURN_IF_ERROR(AdmitLocked(request->deadline(), request->size()));
     num_samples_ += request->size();
     waiting_.push_back(std::move(request));
   }
   changed_.notify_one();
-  for (const auto& one : late) {
-    one->Fail(GrpcCode::kDeadlineExceeded,
-              "the request's deadline passed while it was queued: the server is behind");
-  }
   return Status::Ok();
 }
 
@@ -174,6 +172,8 @@ std::unique_ptr<Batch> RequestQueue::Next() {
       }
       DropLate(&late);
       taken = Take();
+      // The signal for what is left may have gone to this thread while it waited for more.
+      if (!waiting_.empty()) changed_.notify_one();
     }
     for (const auto& one : late) {
       one->Fail(GrpcCode::kDeadlineExceeded,

@@ -88,7 +88,8 @@ class Batch {
   uint32_t num_samples() const { return num_samples_; }
   // See serving::Merge.
   StatusOr<std::vector<std::byte>> Message() const;
-  // kInvalidArgument: an output has not a row for each sample.
+  // Each output must have a row for each sample. This, Fail and Split have no effect on a batch
+  // that has ended.
   void Answer(const Prediction& prediction);
   void Fail(GrpcCode code, const std::string& message);
   // A batch of each request: the fault of one must not be the others'.
@@ -111,7 +112,8 @@ class RequestQueue {
 
   // kInvalidArgument: more samples than a batch may have. kResourceExhausted: the queue is full, or
   // so long that the deadline would pass before the answer. kUnavailable: it is closed. Neither
-  // Answer nor Fail is called then.
+  // Answer nor Fail is called then. Ends no other request: that may need locks of Python, for which
+  // the network's thread must not wait.
   Status Submit(std::shared_ptr<Waiting> request);
   // Whether a request with this deadline would be refused whatever is in it: kResourceExhausted.
   Status Admit(Clock::time_point deadline) const;

@@ -89,23 +89,41 @@ inline ModelInputs Inputs() {
           .allow_nonfinite = false};
 }
 
+// A socket that is connected, and fails after a minute without bytes. `receive_buffer` 0: the
+// system's.
+inline net::UniqueFd Connect(uint16_t port, int receive_buffer = 0) {
+  net::UniqueFd made(::socket(AF_INET, SOCK_STREAM, 0));
+  const timeval patience = {.tv_sec = 60, .tv_usec = 0};
+  ::setsockopt(made.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+  if (receive_buffer != 0) {
+    ::setsockopt(made.get(), SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof(receive_buffer));
+  }
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(port);
+  ::inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
+  EXPECT_EQ(::connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  return made;
+}
+
 // Blocks. Each call is a stream of one connection.
 class Client {
  public:
+  struct Options {
+    std::vector<nghttp2_settings_entry> settings = {};
+    int32_t window = 0;      // of the connection; 0: HTTP/2's
+    int receive_buffer = 0;  // of the socket; 0: the system's
+  };
   struct Answer {
     bool is_closed = false;
+    uint32_t error = 0;   // of HTTP/2
     std::string status;   // grpc-status, or :status of HTTP where it is not 200
     std::string message;  // grpc-message
     std::string body;     // without its prefix
   };
 
-  explicit Client(uint16_t port) : socket_(::socket(AF_INET, SOCK_STREAM, 0)) {
-    sockaddr_in address = {};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(port);
-    ::inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
-    EXPECT_EQ(
-        ::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
+  explicit Client(uint16_t port) : Client(port, Options()) {}
+  Client(uint16_t port, const Options& options) : socket_(Connect(port, options.receive_buffer)) {
     nghttp2_session_callbacks* callbacks = nullptr;
     nghttp2_session_callbacks_new(&callbacks);
     nghttp2_session_callbacks_set_on_header_callback(callbacks, &OnHeader);
@@ -113,7 +131,11 @@ class Client {
     nghttp2_session_callbacks_set_on_stream_close_callback(callbacks, &OnClosed);
     nghttp2_session_client_new(&session_, callbacks, this);
     nghttp2_session_callbacks_del(callbacks);
-    nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, nullptr, 0);
+    nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, options.settings.data(),
+                            options.settings.size());
+    if (options.window != 0) {
+      nghttp2_session_set_local_window_size(session_, NGHTTP2_FLAG_NONE, 0, options.window);
+    }
   }
   Client(const Client&) = delete;
   ~Client() { nghttp2_session_del(session_); }
@@ -161,6 +183,9 @@ class Client {
     }
     return answers_[id];
   }
+  uint32_t max_streams() const {
+    return nghttp2_session_get_remote_settings(session_, NGHTTP2_SETTINGS_MAX_CONCURRENT_STREAMS);
+  }
   Answer Call(const std::string& path, std::string_view message,
               const std::map<std::string, std::string>& fields = {}) {
     return End(Begin(path, message, fields));
@@ -182,9 +207,10 @@ class Client {
     static_cast<Client*>(self)->answers_[id].body.append(reinterpret_cast<const char*>(data), size);
     return 0;
   }
-  static int OnClosed(nghttp2_session*, int32_t id, uint32_t, void* self) {
+  static int OnClosed(nghttp2_session*, int32_t id, uint32_t error, void* self) {
     Answer& answer = static_cast<Client*>(self)->answers_[id];
     answer.is_closed = true;
+    answer.error = error;
     answer.body.erase(0, 5);
     return 0;
   }

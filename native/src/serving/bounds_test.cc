@@ -1,0 +1,270 @@
+// Clients that send more than they should, or do not read: what the port holds for them has bounds,
+// and the others are answered.
+#include <gtest/gtest.h>
+#include <netdb.h>
+#include <sys/resource.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <thread>
+
+#include "serving/front_test_util.h"
+#include "serving/grpc_server.h"
+#include "serving/serving_test_util.h"
+
+namespace persia::serving {
+namespace {
+
+using namespace testing;  // NOLINT: this layer's own test helpers
+
+class BoundsTest : public FrontTest {
+ protected:
+  // Of a call for Python.
+  CallId Begun() { return Await(CallEvent::Kind::kCall).call; }
+};
+
+const std::string kEmpty(5, '\0');  // a message without content
+
+FrontOptions Impatient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::milliseconds(200);
+  return options;
+}
+
+// Waits until the server has closed the connection; with bytes that it has not read, it resets it.
+bool IsClosed(int fd) {
+  std::array<char, 4096> bytes;
+  ssize_t size = 1;
+  while (size > 0) size = ::recv(fd, bytes.data(), bytes.size(), 0);
+  return size == 0 || errno == ECONNRESET;
+}
+
+TEST_F(BoundsTest, AClientThatDoesNotReadHoldsNoCall) {
+  Start(Impatient());
+  constexpr int32_t kLargest = 0x7fffffff;
+  Client greedy(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, kLargest}},
+                        .window = kLargest,
+                        .receive_buffer = 4096});
+  greedy.Begin("/quiet", "");
+  const CallId quiet = Begun();
+  greedy.Begin("/a.B/C", "");
+  const CallId large = Begun();
+  front_->Send(large, std::string(32 << 20, 'x'));
+  front_->Finish(large, GrpcCode::kOk, "");
+  // Nothing is sent for this one: it ends with the connection.
+  for (CallId closed = 0; closed != quiet;) closed = Await(CallEvent::Kind::kClosed).call;
+}
+
+TEST_F(BoundsTest, AnswersThatAreNotTakenEndTheirCall) {
+  Start(Impatient());
+  Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const int32_t slow = client.Begin("/a.B/C", "");
+  front_->Send(Begun(), "an answer");
+  EXPECT_EQ(client.End(slow).error, uint32_t{NGHTTP2_CANCEL});
+}
+
+TEST_F(BoundsTest, FewAnswersWaitForAClientThatDoesNotTakeThem) {
+  Start();
+  Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const int32_t many = client.Begin("/a.B/C", "");
+  const CallId call = Begun();
+  for (int i = 0; i < 5; ++i) front_->Send(call, std::string(1 << 19, 'x'));
+  EXPECT_EQ(client.End(many).error, uint32_t{NGHTTP2_ENHANCE_YOUR_CALM});
+  EXPECT_EQ(Await(CallEvent::Kind::kClosed).call, call);
+}
+
+TEST_F(BoundsTest, CallsThatPythonNeverSawLeaveNoEvents) {
+  Start();
+  StartComputing();
+  Client client(port_);
+  for (int i = 0; i < 2000; ++i) client.Cancel(client.Begin("/a.B/C", ""));
+  // All of these were handled before this one.
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+  EXPECT_TRUE(front_->TakeEvents().empty());
+  // Of one that it has seen, Python hears the end.
+  const int32_t seen = client.Begin("/" + std::string(10'000, 'x'), "");
+  const CallEvent begun = Await(CallEvent::Kind::kCall);
+  EXPECT_LT(begun.head.method.size(), 1000u);
+  client.Cancel(seen);
+  EXPECT_EQ(Await(CallEvent::Kind::kClosed).call, begun.call);
+}
+
+TEST_F(BoundsTest, ACallHasFewMessages) {
+  Start();
+  Client client(port_);
+  std::string messages;
+  for (int i = 0; i < 300; ++i) messages += kEmpty;
+  const auto answer = client.End(client.BeginWithBody("/a.B/C", messages));
+  EXPECT_EQ(answer.status, "8");
+  EXPECT_NE(answer.message.find("messages"), std::string::npos);
+}
+
+TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
+  queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000, .max_queued = 9});
+  FrontOptions options;
+  options.grpc.max_held_bytes = 100'000;
+  Start(options);
+  Client client(port_);
+  const std::string small = RequestOf(BatchOf({7}, {1}));
+  const std::string large =
+      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  const int32_t given_up = client.Begin(kInfer, large);
+  while (queue_->num_waiting() == 0) std::this_thread::yield();
+  client.Cancel(given_up);
+  while (NumOf(GrpcCode::kCancelled) == 0) std::this_thread::yield();
+  EXPECT_EQ(client.Call(kInfer, large).status, "8");
+  StartComputing();
+  EXPECT_EQ(client.Call(kInfer, small).status, "0");
+  EXPECT_EQ(client.Call(kInfer, large).status, "0");
+}
+
+TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
+  FrontOptions options;
+  options.grpc.max_connections = 2;
+  Start(options);
+  StartComputing();
+  const std::string request = RequestOf(BatchOf({7}, {1}));
+  Client first(port_);
+  EXPECT_EQ(first.Call(kInfer, request).status, "0");
+  for (int i = 0; i < 3; ++i) {
+    const auto idle = Connect(port_);
+    EXPECT_EQ(::send(idle.get(), "P", 1, MSG_NOSIGNAL), 1);
+    // The next one is accepted after it, and takes its room.
+    const auto next = Connect(port_);
+    EXPECT_TRUE(IsClosed(idle.get()));
+    Client other(port_);
+    EXPECT_EQ(other.Call(kInfer, request).status, "0");
+    EXPECT_EQ(first.Call(kInfer, request).status, "0");
+  }
+}
+
+TEST_F(BoundsTest, AConnectionThatBeginsNoCallIsClosed) {
+  Start(Impatient());
+  const auto idle = Connect(port_);
+  EXPECT_EQ(::send(idle.get(), "P", 1, MSG_NOSIGNAL), 1);
+  EXPECT_TRUE(IsClosed(idle.get()));
+}
+
+// As many as may be open are kept by the library after they were closed.
+TEST_F(BoundsTest, AConnectionHasFewStreams) {
+  FrontOptions options;
+  options.grpc.max_calls = 300;
+  Start(options);
+  StartComputing();
+  Client client(port_);
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+  EXPECT_EQ(client.max_streams(), 600u);
+}
+
+TEST_F(BoundsTest, TooManyTensorsAreRefusedWithoutPython) {
+  Start();
+  Client client(port_);
+  std::string request = RequestOf(BatchOf({7}, {1}));
+  for (int i = 0; i < 5000; ++i) ProtoWriter(&request).Bytes(5, "");
+  EXPECT_EQ(client.Call(kInfer, request).status, "3");
+  EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 1u);
+}
+
+TEST_F(BoundsTest, WhatTheServerRefusesIsCountedSo) {
+  FrontOptions options;
+  options.grpc.max_message_bytes = 1000;
+  Start(options);
+  Client client(port_);
+  EXPECT_EQ(client.Call(kInfer, std::string(1001, 'x')).status, "8");
+  EXPECT_EQ(client.End(client.BeginWithBody(kInfer, "abc")).status, "3");
+  EXPECT_EQ(
+      client.End(client.BeginWithBody(kInfer, "\x01" + kEmpty.substr(1), {{"grpc-encoding", "br"}}))
+          .status,
+      "12");
+  EXPECT_EQ(client.Call(kInfer, "", {{"x", std::string(17'000, 'x')}}).status, "8");
+  EXPECT_EQ(NumOf(GrpcCode::kResourceExhausted), 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kUnimplemented), 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kCancelled), 0u);
+}
+
+// Python chooses the queue, which need not be the one that is full.
+TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
+  Start();
+  Client client(port_);
+  for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  while (queue_->num_waiting() < 4) std::this_thread::yield();
+  front_->SetInputs(nullptr);
+  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  front_->Finish(Begun(), GrpcCode::kOk, "");
+  EXPECT_EQ(client.End(id).status, "0");
+}
+
+// Refuses all calls, the second time that a client calls only once it may.
+class Refuser : public CallHandler {
+ public:
+  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override {
+    if (head.method == "/wait") {
+      is_waiting = true;
+      while (!may_continue) std::this_thread::yield();
+    }
+    rusage usage = {};
+    ::getrusage(RUSAGE_THREAD, &usage);
+    num_sleeps.push_back(usage.ru_nvcsw);
+    server->Finish(call, GrpcCode::kResourceExhausted, "");
+    return std::nullopt;
+  }
+  void OnMessage(CallId, GrpcMessage) override {}
+  void OnEnd(CallId) override {}
+  void OnLate(CallId) override {}
+  void OnRefused(CallId, GrpcCode) override {}
+  void OnClosed(CallId) override {}
+
+  GrpcServer* server = nullptr;
+  std::atomic<bool> is_waiting = false;
+  std::atomic<bool> may_continue = false;
+  std::vector<long> num_sleeps;  // of the server's thread, at each call
+};
+
+TEST(GrpcServerTest, CallsOfManyConnectionsAreRefusedAtOnce) {
+  constexpr size_t kNumClients = 40;
+  Refuser refuser;
+  GrpcServer server({}, &refuser);
+  refuser.server = &server;
+  const uint16_t port = server.Start("127.0.0.1", 0).value();
+  std::vector<std::unique_ptr<Client>> clients;
+  for (size_t i = 0; i < kNumClients; ++i) {
+    clients.push_back(std::make_unique<Client>(port));
+    EXPECT_EQ(clients.back()->Call("/now", "").status, "8");
+  }
+  std::vector<int32_t> calls = {clients[0]->Begin("/wait", "")};
+  while (!refuser.is_waiting) std::this_thread::yield();
+  for (size_t i = 1; i < kNumClients; ++i) calls.push_back(clients[i]->Begin("/now", ""));
+  refuser.may_continue = true;
+  for (size_t i = 0; i < kNumClients; ++i) EXPECT_EQ(clients[i]->End(calls[i]).status, "8");
+  server.Stop(std::chrono::seconds(1));
+  ASSERT_EQ(refuser.num_sleeps.size(), 2 * kNumClients);
+  EXPECT_LT(refuser.num_sleeps.back() - refuser.num_sleeps[kNumClients], long{kNumClients} / 2);
+}
+
+TEST(GrpcServerTest, ListensOnEachAddressOfAName) {
+  Refuser refuser;
+  GrpcServer server({}, &refuser);
+  const uint16_t port = server.Start("localhost", 0).value();
+  addrinfo wanted = {};
+  wanted.ai_socktype = SOCK_STREAM;
+  addrinfo* found = nullptr;
+  ASSERT_EQ(::getaddrinfo("localhost", std::to_string(port).c_str(), &wanted, &found), 0);
+  int num_usable = 0;
+  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    // Whether the machine has that address.
+    const net::UniqueFd other(::socket(one->ai_family, SOCK_STREAM, 0));
+    sockaddr_storage any = {};
+    std::memcpy(&any, one->ai_addr, one->ai_addrlen);
+    reinterpret_cast<sockaddr_in*>(&any)->sin_port = 0;  // at the same place for IPv6
+    if (::bind(other.get(), reinterpret_cast<sockaddr*>(&any), one->ai_addrlen) != 0) continue;
+    EXPECT_EQ(::connect(other.get(), one->ai_addr, one->ai_addrlen), 0) << one->ai_family;
+    ++num_usable;
+  }
+  ::freeaddrinfo(found);
+  EXPECT_GT(num_usable, 0);
+}
+
+}  // namespace
+}  // namespace persia::serving

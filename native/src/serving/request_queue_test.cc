@@ -1,0 +1,78 @@
+// The queue by itself: each request ends once, whoever ends it.
+#include "serving/request_queue.h"
+
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "serving/serving_test_util.h"
+
+namespace persia::serving {
+namespace {
+
+using namespace testing;  // NOLINT: this layer's own test helpers
+
+class Request : public Waiting {
+ public:
+  Request(Clock::time_point deadline, const std::string& batch)
+      : Waiting(DecodeSamples(BytesOf(batch)).value(), deadline) {}
+  void Answer(const Prediction&, uint32_t) override { ++num_ended; }
+  void Fail(GrpcCode, const std::string&) override { ++num_ended; }
+
+  int num_ended = 0;
+};
+
+std::shared_ptr<Request> RequestFor(std::chrono::seconds time,
+                                    const std::string& batch = BatchOf({7}, {1})) {
+  return std::make_shared<Request>(Clock::now() + time, batch);
+}
+
+constexpr std::chrono::seconds kLate{-1};
+constexpr std::chrono::seconds kLong{1000};
+
+TEST(RequestQueueTest, ARefusalLosesNoRequestThatWaits) {
+  RequestQueue queue({.max_queued = 1});
+  const auto late = RequestFor(kLate);
+  ASSERT_TRUE(queue.Submit(late).ok());
+  queue.Close();
+  EXPECT_EQ(queue.Submit(RequestFor(kLong)).code(), StatusCode::kUnavailable);
+  EXPECT_EQ(late->num_ended, 0);
+  EXPECT_EQ(queue.Next(), nullptr);
+  EXPECT_EQ(late->num_ended, 1);
+}
+
+// Ending a request of Python takes the lock of its interpreter.
+TEST(RequestQueueTest, SubmittingEndsNoOtherRequest) {
+  RequestQueue queue({.max_queued = 1});
+  const auto late = RequestFor(kLate);
+  ASSERT_TRUE(queue.Submit(late).ok());
+  EXPECT_EQ(queue.Submit(RequestFor(kLong)).code(), StatusCode::kResourceExhausted);
+  EXPECT_EQ(late->num_ended, 0);
+  EXPECT_EQ(late.use_count(), 2);
+}
+
+TEST(RequestQueueTest, ABatchEndsOnce) {
+  RequestQueue queue({});
+  const auto request = RequestFor(kLong);
+  ASSERT_TRUE(queue.Submit(request).ok());
+  const auto batch = queue.Next();
+  batch->Answer({"m", "7", {}, {}});
+  batch->Fail(GrpcCode::kInternal, "");
+  batch->Answer({"m", "7", {}, {}});
+  EXPECT_TRUE(batch->Split().empty());
+  EXPECT_EQ(request->num_ended, 1);
+  EXPECT_EQ(queue.num_running(), 0u);
+  // A large batch that takes longer: now the estimate counts samples, of which none must be
+  // missing.
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong, BatchOf({7, 8, 9}, {1, 2, 3}))).ok());
+  const auto large = queue.Next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  large->Answer({"m", "7", {}, {}});
+  large->Fail(GrpcCode::kInternal, "");
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  const auto running = queue.Next();
+  EXPECT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+}
+
+}  // namespace
+}  // namespace persia::serving
