@@ -24,7 +24,7 @@ from persia.data import Batches, DataLoader, PersiaTrainingBatch, StreamingDatas
 from persia.embedding.checks import at_least
 from persia.embedding.lr_schedule import check_steps_alone
 from persia.errors import FailedPreconditionError, InvalidArgumentError
-from persia.nn import ClickQuality, EarlyStopping
+from persia.nn import EarlyStopping
 from persia.observability import report
 from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
@@ -78,6 +78,7 @@ class Trainer:
     metric = property(attrgetter("stopping.metric"))  # as the arguments; they cannot be set
     target = property(attrgetter("stopping.target"))
     patience = property(attrgetter("stopping.patience"))
+    evaluate = staticmethod(evaluate)  # persia.ctx.evaluate
 
     def __init__(
         self,
@@ -193,10 +194,6 @@ class Trainer:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Called by a context with a `recovery`. `fit` checks and uses what it has."""
         self._loaded = state_dict
-
-    def evaluate(self, ctx: TrainCtx, batches: Batches) -> ClickQuality:
-        """The quality of the context's model over `batches`: see `persia.ctx.evaluate`."""
-        return evaluate(ctx, batches)
 
     def _train(self, ctx: TrainCtx, batch: PersiaTrainingBatch, sums: torch.Tensor) -> None:
         """One step; adds its loss to `sums`."""
