@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import platform
 import re
 import subprocess
 import sys
@@ -168,3 +170,27 @@ def test_the_first_step_is_timed_while_the_script_trains(wheels: ModuleType, tmp
         train(f"{steps}; raise SystemExit('a traceback')")
     with pytest.raises(SystemExit, match="ended with 0"):
         train("print('no step')")
+
+
+@pytest.mark.skipif(
+    not Path("/usr/lib", f"{platform.machine()}-linux-gnu", "libnghttp2.a").exists(),
+    reason="needs the static library of libnghttp2-dev, as Debian and Ubuntu install it",
+)
+def test_a_shared_library_can_link_nghttp2(
+    wheels: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The distribution's own library takes the address of `stderr`, which linkers refuse in a shared one."""
+    monkeypatch.setattr(wheels, "WORK", tmp_path)
+    library = tmp_path / "libprobe.so"
+    (tmp_path / "exports.map").write_text("{ local: *; };", encoding="utf-8")
+    command = [
+        "c++",
+        "-shared",
+        "-o",
+        library,
+        "-Wl,--whole-archive",
+        wheels.static_nghttp2(platform.machine()),
+    ]
+    command += ["-Wl,--no-whole-archive", "-Wl,-z,defs", f"-Wl,--version-script={tmp_path / 'exports.map'}"]
+    subprocess.run(command, check=True)
+    ctypes.CDLL(str(library))
