@@ -184,8 +184,8 @@ def static_openssl(architecture: str, library: str) -> Path:
 def static_nghttp2(architecture: str) -> Path:
     """A copy that a shared library can link.
 
-    Debian's is not compiled for one and takes the address of glibc's `stderr`, which only a program may do. Its
-    one use is a function for debugging, which is never called: any symbol of the library itself will do.
+    Debian's is not compiled for one and takes the address of glibc's `stderr`, which only a program may do.
+    Its one use is a function for debugging, which is never called: any symbol of the library itself will do.
     """
     debian = "arm64" if architecture == "aarch64" else "amd64"
     found = static_library(architecture, f"{architecture}-linux-gnu/libnghttp2.a", f"libnghttp2-dev:{debian}")
