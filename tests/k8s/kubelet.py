@@ -331,7 +331,7 @@ def _container(manifest: Mapping[str, Any], ip: str, number: int, mounts: Mappin
     """The environment and command as a kubelet makes them: fields filled in, $(NAME) replaced."""
     spec = manifest["spec"]["containers"][0]
     fields = {"metadata.name": _name(manifest), "status.podIP": ip}
-    env: dict[str, str] = {}
+    env = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}  # of the API server's Service, which every pod has
     for variable in spec.get("env", []):
         if "valueFrom" in variable:
             env[variable["name"]] = fields[variable["valueFrom"]["fieldRef"]["fieldPath"]]
