@@ -18,7 +18,7 @@ class Batches(Protocol):
     """
 
     def __len__(self) -> int:
-        """The number of batches, all of which `read(0)` yields."""
+        """The number of batches that `read(0)` yields."""
 
     def read(self, first: int = 0) -> Iterator[Any]:
         """The raw data of batch `first` and of those after it."""

@@ -162,9 +162,9 @@ def quality_of(
     from_logits: bool,
     group: dist.ProcessGroup | None = None,
 ) -> ClickQuality:
-    """The `ClickQuality` of all batches of an evaluation, of which both lists have one tensor each.
+    """The `ClickQuality` of an evaluation; both lists have one tensor for each batch.
 
-    Of all ranks' batches where `group` is given, and every rank calls it, one without batches too.
+    With a `group`, that of the batches of all its ranks. Every rank calls it, also one without batches.
     """
     metrics = ClickMetrics(max(1, sum(map(len, predictions))), from_logits=from_logits)
     if predictions:

@@ -28,7 +28,7 @@ static_assert(std::endian::native == std::endian::little, "the wire format is us
 // writer's bytes (base/method.h).
 class ByteWriter {
  public:
-  // Takes memory for so many bytes at once: growing step by step would copy what is there.
+  // Allocates this many bytes once, so that appending does not copy the buffer as it grows.
   void Reserve(size_t size) { bytes_.reserve(size); }
   // The bytes of the value, without alignment: the caller orders the fields of a format such that
   // each is aligned by those before it. A struct must have no padding, or uninitialised bytes would

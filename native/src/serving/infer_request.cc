@@ -290,7 +290,7 @@ std::optional<Samples> ReadNamed(const std::vector<Input>& inputs, const ModelIn
   if (inputs.size() > 3 * wanted.ids.size() + wanted.dense.size()) return std::nullopt;
   for (const Input& input : inputs) {
     if (input.has_contents) return std::nullopt;
-    // Offsets have four bytes for each sample, of which there are no more than elements or lengths.
+    // Offsets take four bytes a sample, and no tensor has more samples than elements.
     num_bytes += 2 * (input.raw.size() + 16) + input.name.size();
   }
   Arrays arrays(num_bytes);

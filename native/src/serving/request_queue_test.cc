@@ -1,4 +1,4 @@
-// The queue by itself: each request ends once, whoever ends it.
+// RequestQueue without a front: each request ends exactly once.
 #include "serving/request_queue.h"
 
 #include <gtest/gtest.h>
@@ -62,8 +62,8 @@ TEST(RequestQueueTest, ABatchEndsOnce) {
   EXPECT_TRUE(batch->Split().empty());
   EXPECT_EQ(request->num_ended, 1);
   EXPECT_EQ(queue.num_running(), 0u);
-  // A large batch that takes longer: now the estimate counts samples, of which none must be
-  // missing.
+  // After a large batch that took longer, the estimate counts samples: it is wrong if some are
+  // counted twice or not at all.
   ASSERT_TRUE(queue.Submit(RequestFor(kLong, BatchOf({7, 8, 9}, {1, 2, 3}))).ok());
   const auto large = queue.Next();
   std::this_thread::sleep_for(std::chrono::milliseconds(20));

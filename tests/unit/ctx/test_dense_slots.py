@@ -51,7 +51,7 @@ class Tower(nn.Module):
 
 
 def config(*dense: str, **settings: Any) -> dict[str, Any]:
-    """Slots of each scaling and one more, of which `dense` are in the dense model."""
+    """Slots of each scaling and one more. Those named in `dense` are in the dense model."""
     slots: dict[str, Any] = {
         name: {"dim": DIM, "cardinality": ROWS, **SCALINGS.get(name, {})} for name in DENSE
     }
