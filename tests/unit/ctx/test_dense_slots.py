@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any, List  # noqa: UP035 - TorchScript reads these
 
@@ -24,6 +26,7 @@ from persia.nn import EmbeddingBagCollection, export
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.dense_ids import DenseIdReader, DenseTable
 from persia.pipeline.device_batch import Lane, lane_of
+from persia.rows.reader import count_beyond
 from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
@@ -343,6 +346,32 @@ def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path)
         step(ctx, 0)  # what is trained before a load is replaced
         ctx.load_checkpoint(tmp_path)
         assert torch.equal(slots.rows("sum"), expected)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_rows_beyond_the_cardinality_are_counted_when_their_slot_moves(
+    is_sampled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 4096 if is_sampled else 3
+    wide = config()
+    for name in ("sum", "mean", "far"):
+        wide["slots_config"][name]["cardinality"] = ROWS + count
+    ids = np.arange(ROWS - 2, ROWS + count, dtype=np.uint64)
+    with training(Tower(), wide) as ctx:
+        for name, those in (("sum", ids), ("mean", ids[:2]), ("far", ids)):
+            ctx.set_embedding(name, those, np.ones((len(those), DIM), np.float32))
+        ctx.dump_checkpoint(tmp_path)
+    if is_sampled:
+        few = partial(count_beyond, max_rows=2048)
+        monkeypatch.setattr("persia.ctx.checkpoints.count_beyond", few)
+    with training(Tower(), config("sum", "mean")) as ctx:
+        ctx.load_checkpoint(tmp_path)
+    ((found,),) = [re.findall(r"slot 'sum' moves .*?without (.*?) rows of .*cardinality of 20:", caplog.text)]
+    if is_sampled:
+        assert 0.7 * count < int(found.removeprefix("about ")) < 1.3 * count
+    else:
+        assert found == "3"
+    assert caplog.text.count("into the dense model without") == 1  # "mean" has none, "far" stays
 
 
 def test_a_new_slot_keeps_its_initial_values(tmp_path: Path) -> None:
