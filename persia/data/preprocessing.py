@@ -6,6 +6,7 @@ one column of counts. Its output and a marker file go to the output directory, w
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -77,6 +78,7 @@ def preprocess(
     engine: Engine,
     *,
     partitions: int = 1024,
+    allow_gaps: bool = False,
     progress: Callable[[str, int, int], None] = lambda title, done, total: None,
 ) -> Result:
     """Transforms raw logs. If it is interrupted, the same call resumes: finished blocks are kept.
@@ -86,16 +88,19 @@ def preprocess(
         inputs: files of each mapping, such as `train` and `test`: plain text, `.gz` or `.zst`.
         engine: runs tasks: `LocalEngine`, `SparkEngine` or `RayEngine` of `persia.data.engines`.
         partitions: tasks, about. A compressed file is one task.
+        allow_gaps: files may be numbered with gaps, as `day_4` and `day_6` without `day_5`.
         progress: called with a title, bytes done and bytes in all.
 
     Raises:
-        NotFoundError: a file is missing.
+        NotFoundError: a file is missing, also one between numbered ones.
         InvalidArgumentError: more bad records than allowed: names file and line of the first ones.
         FailedPreconditionError: the output has other data, or pyarrow is missing.
         CorruptionError: a file that cannot be decompressed.
     """
     require_pyarrow("preprocessing needs")  # also for split binary
     files = _checked_files(inputs)
+    if not allow_gaps:
+        _check_numbers(path for paths in files.values() for path in paths)
     work = Path(settings.output) / _WORK
     _begin(settings, files, work)
     steps = ["count", "merge"] if settings.needs_counts else []
@@ -301,6 +306,23 @@ def _checked_files(inputs: Mapping[str, Sequence[str | os.PathLike[str]]]) -> di
             if not path.is_file():
                 raise NotFoundError(f"there is no file {path} of {mapping!r}: correct the path, or copy it")
     return files
+
+
+def _check_numbers(paths: Iterable[Path]) -> None:
+    """NotFoundError: the files are numbered with a gap. A pattern would leave a missing day out silently."""
+    numbered: dict[tuple[str, str], dict[int, str]] = {}
+    for path in paths:
+        # Not dates, which have other gaps.
+        if found := re.fullmatch(r"(.*?)(?<!\d)(\d{1,3})(\D*)", str(path)):
+            numbered.setdefault((found[1], found[3]), {})[int(found[2])] = found[2]
+    for (before, after), texts in numbered.items():
+        for number, following in itertools.pairwise(sorted(texts)):
+            if following > number + 1:
+                missing = f"{number + 1:0{len(texts[number])}}"  # as padded as the one before it
+                raise NotFoundError(
+                    f"there is no file {before}{missing}{after} between numbers {texts[number]} and "
+                    f"{texts[following]}: copy it, or pass --allow-gaps if it is to be left out"
+                )
 
 
 def _begin(settings: Preprocessing, files: Mapping[str, list[Path]], work: Path) -> None:

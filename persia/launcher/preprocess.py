@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 @option("--num-categorical", type=COUNT, default=26, help="Categorical fields after them.")
 @option("--block-mib", type=click.FloatRange(min=0.001), default=32.0, help="Text of a block, MiB.")
 @option("--max-bad-records", type=click.IntRange(min=0), default=100, help="To skip before an error.")
+@option("--allow-gaps", is_flag=True, help="Accept files numbered with gaps, as day_4 and day_6.")
 def command(train: tuple[str, ...], test: tuple[str, ...], **flags: Any) -> None:
     """Transform raw Criteo logs for training: each FILE is a day, plain, .gz or .zst.
 
@@ -80,7 +81,14 @@ def command(train: tuple[str, ...], test: tuple[str, ...], **flags: Any) -> None
     inputs = {"train": _found(train)} | ({"test": _found(test)} if test else {})
     engine = _engine(flags["engine"], flags["workers"], flags["address"])
     with _progress() as progress:
-        result = preprocess(settings, inputs, engine, partitions=flags["partitions"], progress=progress)
+        result = preprocess(
+            settings,
+            inputs,
+            engine,
+            partitions=flags["partitions"],
+            allow_gaps=flags["allow_gaps"],
+            progress=progress,
+        )
     for mapping, num_rows in result.num_rows.items():
         click.echo(f"{mapping}: {num_rows} rows in {settings.output}")
     if result.num_bad:

@@ -196,6 +196,36 @@ def test_what_cannot_be_read_is_named(day: Path, tmp_path: Path) -> None:
         settings(tmp_path / "c", format="csv")
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "missing"),
+    [
+        (["day_0", "day_1", "day_3", "day_10"], [], "day_2 between numbers 1 and 3"),
+        (["day_08.gz", "day_10.gz"], [], r"day_09\.gz between numbers 08 and 10"),
+        (["day_0", "day_1"], ["day_3"], "day_2 between numbers 1 and 3"),
+        (["day_0", "day_1", "day_2"], ["day_3"], None),
+        (["clicks_20260131", "clicks_20260202", "other_7"], [], None),
+    ],
+)
+def test_a_missing_day_is_named(
+    train: list[str], test: list[str], missing: str | None, day: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "raw"
+    folder.mkdir()
+    for name in (*train, *test):
+        text = day.read_bytes()[:5000].rpartition(b"\n")[0] + b"\n"
+        (folder / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    inputs = {"train": [folder / name for name in train], "test": [folder / name for name in test]}
+    inputs = {mapping: paths for mapping, paths in inputs.items() if paths}
+    if missing is not None:
+        with pytest.raises(
+            NotFoundError, match=f"there is no file .*{missing}: copy it, or pass --allow-gaps"
+        ):
+            preprocess(settings(tmp_path / "out"), inputs, LocalEngine(1))
+        assert not (tmp_path / "out").exists()
+    found = preprocess(settings(tmp_path / "out"), inputs, LocalEngine(1), allow_gaps=missing is not None)
+    assert len(found.num_rows) == len(inputs)
+
+
 def test_without_pyarrow_preprocessing_is_what_needs_it(
     day: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
