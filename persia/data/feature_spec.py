@@ -1,7 +1,8 @@
 """NVIDIA's `feature_spec.yaml`: which features a data set has, of which type, in which files.
 
 The rules are those of NVIDIA's DLRM and DCNv2 examples, whose files are read unchanged. Beyond them a
-categorical feature may be int64 without a cardinality, for hashed IDs, and numerical features float32.
+categorical feature may be int64 without a cardinality, for hashed IDs, numerical features float32, and a
+chunk of the type `parquet` names Parquet files whose columns are all features.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ class FeatureSpec:
     label: str
     sources: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]  # mapping: (features, file) of each chunk
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    parquet: frozenset[str] = (
+        frozenset()
+    )  # mappings of one Parquet file, directory or pattern for all features
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureSpec:
@@ -68,6 +72,26 @@ class FeatureSpec:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigError(f"{file} is not YAML: {error}") from error
         return _Reader(file).read(content)
+
+    @classmethod
+    def make_parquet(
+        cls,
+        directory: str | os.PathLike[str],
+        cardinalities: Sequence[int | None],
+        *,
+        num_numerical: int = 13,
+        mappings: Sequence[str] = ("train", "test"),
+    ) -> FeatureSpec:
+        """Parquet files in a folder a mapping, with the columns `label`, `num_0`... and `cat_0`..."""
+        names = [f"cat_{index}" for index in range(len(cardinalities))]
+        features = {
+            name: SpecFeature(_id_type(size), size) for name, size in zip(names, cardinalities, strict=True)
+        }
+        numerical = tuple(f"num_{index}" for index in range(num_numerical))
+        features |= {name: SpecFeature("float32") for name in numerical} | {"label": SpecFeature("uint8")}
+        sources = {mapping: (((*names, *numerical, "label"), mapping),) for mapping in mappings}
+        parts = Path(directory), features, tuple(names), numerical, "label", sources
+        return cls(*parts, parquet=frozenset(mappings))
 
     @classmethod
     def make(
@@ -127,7 +151,11 @@ class FeatureSpec:
             "feature_spec": features,
             "source_spec": {
                 mapping: [
-                    {"type": "split_binary", "features": list(names), "files": [file]}
+                    {
+                        "type": "parquet" if mapping in self.parquet else "split_binary",
+                        "features": list(names),
+                        "files": [file],
+                    }
                     for names, file in chunks
                 ]
                 for mapping, chunks in self.sources.items()
@@ -223,8 +251,9 @@ class _Reader:
         self._demand(isinstance(sources, dict), "source_spec must be a mapping")
         label = lists["label"][0]
         chunks = {str(name): self._chunks(str(name), value, lists) for name, value in sources.items()}
+        parquet = frozenset(str(name) for name, value in sources.items() if value[0].get("type") == "parquet")
         parts = tuple(lists["categorical"]), tuple(lists["numerical"]), label
-        return FeatureSpec(self._file.parent, features, *parts, chunks, metadata)
+        return FeatureSpec(self._file.parent, features, *parts, chunks, metadata, parquet)
 
     def _feature(self, name: str, value: Any) -> SpecFeature:
         self._demand(isinstance(value, dict), f"feature {name!r} must be a mapping")
@@ -265,16 +294,28 @@ class _Reader:
         self, mapping: str, chunks: Any, lists: Mapping[str, list[str]]
     ) -> tuple[tuple[tuple[str, ...], str], ...]:
         where = f"source_spec.{mapping}"
-        self._demand(isinstance(chunks, list), f"{where} must be a list of chunks")
+        self._demand(isinstance(chunks, list) and bool(chunks), f"{where} must be a list of chunks")
         found = []
         for index, chunk in enumerate(chunks):
             what = f"{where}[{index}]"
             self._demand(isinstance(chunk, dict), f"{what} must be a mapping")
             kind = chunk.get("type")
-            self._demand(kind == "split_binary", f"{what}: type is {kind!r}, only split_binary can be read")
+            is_parquet = kind == "parquet"
+            self._demand(
+                is_parquet or kind == "split_binary",
+                f"{what}: type is {kind!r}, only split_binary and parquet can be read",
+            )
             names, files = (self._names(chunk.get(key), f"{what}.{key}") for key in ("features", "files"))
             self._demand(len(files) == 1, f"{what} has {len(files)} files: a chunk has one")
-            is_whole = names == lists["numerical"] or (len(names) == 1 and names[0] not in lists["numerical"])
+            self._demand(
+                not is_parquet or len(chunks) == 1,
+                f"{where} has {len(chunks)} chunks: of Parquet, one has all features",
+            )
+            is_whole = (
+                is_parquet
+                or names == lists["numerical"]
+                or (len(names) == 1 and names[0] not in lists["numerical"])
+            )
             self._demand(
                 is_whole,
                 f"{what} has the features {', '.join(names)}: a chunk has one categorical feature, the "

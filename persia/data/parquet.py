@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from persia.data.feature_spec import FeatureSpec
 from persia.embedding.checks import at_least
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
-from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
+from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeError, NotFoundError
 from persia.optional import needs
 
 _FILE = b"persia.file"  # key of a table's metadata: the file of its first row
@@ -64,10 +65,56 @@ class ParquetBatches:
         self._data = open_files(files)
         self._check_columns()
         self._check_files()
-        num_rows: int = self._data.count_rows()
-        if not num_rows:
+        self.num_rows: int = self._data.count_rows()
+        if not self.num_rows:
             raise InvalidArgumentError(f"the files have no rows: {_listed(self._data.files)}")
-        self._begin, self._end = 0, -(-num_rows // batch_size)
+        self._begin, self._end = 0, int(-(-self.num_rows // batch_size))
+        self._limits: dict[str, int] = {}  # cardinalities of a feature spec
+
+    @classmethod
+    def of_spec(
+        cls, spec: FeatureSpec | str | os.PathLike[str], mapping: str = "train", *, batch_size: int = 32768
+    ) -> Self:
+        """The rows of one mapping of a `FeatureSpec` whose files are Parquet, in the order of the files.
+
+        Args:
+            spec: a `FeatureSpec`, or the path of one.
+            mapping: `train`, `test` or another name in its `source_spec`.
+            batch_size: rows of a batch.
+
+        Raises what the constructor raises, and CorruptionError if `metadata.rows` of the spec has another
+        number of rows.
+        """
+        spec = spec if isinstance(spec, FeatureSpec) else FeatureSpec.load(spec)
+        ((_, place),) = spec.chunks(mapping)
+        names = {"labels": [spec.label], "dense": spec.numerical, "ids": spec.categorical}
+        made = cls(spec.directory / place, **names, batch_size=batch_size)
+        wanted = (spec.metadata.get("rows") or {}).get(mapping, made.num_rows)
+        if made.num_rows != wanted:
+            raise CorruptionError(
+                f"{spec.directory / place} has {made.num_rows} rows, metadata.rows.{mapping} of the feature "
+                f"spec says {wanted}: a file is missing or does not belong there; copy the files again"
+            )
+        made._limits = {name: size for name in made.ids if (size := spec.features[name].cardinality)}
+        return made
+
+    def check_values(self) -> None:
+        """Reads all files once and checks each value, so that training does not meet a wrong one.
+
+        Raises InvalidArgumentError as `make` does, and CorruptionError for an ID that is not below the
+        cardinality of its feature spec: names file, column and row.
+        """
+        import pyarrow as pa
+
+        columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
+        for file in self._data.get_fragments():
+            first = 0
+            for rows in file.to_batches(columns=columns, batch_size=MAX_BATCH_SIZE, schema=self._data.schema):
+                for name, limit in self._limits.items():
+                    _check_ids(file.path, name, rows.column(name), limit, first)
+                table = pa.Table.from_batches([rows]).replace_schema_metadata({_FILE: file.path})
+                self.make(table, requires_grad=False)
+                first += rows.num_rows
 
     def __len__(self) -> int:
         """The number of batches."""
@@ -206,6 +253,30 @@ class ParquetBatches:
                         f"column {name!r} is of {kind} in {file.path}, and of {wanted} in "
                         f"{self._data.files[0]}: write the files with the same types"
                     )
+
+
+def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> None:
+    """`first`: the row of the file that `column` begins with."""
+    import pyarrow.compute as compute
+    import pyarrow.types as types
+
+    rows, values = None, column
+    if hasattr(column.type, "value_type") and not types.is_dictionary(column.type):
+        rows, values = compute.list_parent_indices(column), column.flatten()
+    if not types.is_integer(values.type):
+        raise InvalidTypeError(
+            f"{path}: column {name!r} is of {column.type}, and its cardinality of {limit} in the feature "
+            "spec needs integers: leave the cardinality out, or write integers"
+        )
+    numbers = values.fill_null(0).to_numpy(zero_copy_only=False)
+    wrong = (numbers < 0) | (numbers >= limit)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        row = first + (index if rows is None else rows[index].as_py())
+        raise CorruptionError(
+            f"{path}: column {name!r} is {numbers[index]} in row {row}, must be 0 to {limit - 1}, by its "
+            "cardinality: correct the cardinality in feature_spec.yaml, or copy the file again"
+        )
 
 
 def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:

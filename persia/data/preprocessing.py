@@ -132,6 +132,12 @@ def preprocess(
                 f"the files of {mapping!r} have no good record: {files[mapping][0]}, ..."
             )
         _publish(settings, mapping, [one["name"] for one in of_mapping if one["num_rows"]], list(files))
+    if settings.format == "parquet":
+        cardinalities, num_numerical = _cardinalities(settings), settings.num_numerical
+        spec = FeatureSpec.make_parquet(
+            settings.output, cardinalities, num_numerical=num_numerical, mappings=list(files)
+        )
+        replace(spec, metadata={"rows": result.num_rows}).save()
     report = {"settings": _identity(settings), "result": asdict(result)}
     _write(Path(settings.output) / _REPORT, json.dumps(report, indent=1).encode())
     shutil.rmtree(work)
@@ -269,11 +275,9 @@ def _publish(settings: Preprocessing, mapping: str, names: list[str], mappings: 
             if table.exists():  # else an earlier run has moved it
                 table.replace(target)
         return
-    cardinalities: list[int | None] = [None] * settings.num_categorical
-    if settings.contiguous:
-        sizes = [(output / _WORK / "merge" / f"{c}.ids").stat().st_size for c in range(len(cardinalities))]
-        cardinalities = [size // 4 + tsv_blocks.RARE + 1 for size in sizes]
-    spec = FeatureSpec.make(output, cardinalities, num_numerical=settings.num_numerical, mappings=mappings)
+    spec = FeatureSpec.make(
+        output, _cardinalities(settings), num_numerical=settings.num_numerical, mappings=mappings
+    )
     with SplitBinaryWriter(spec, mapping) as writer:
         for path in tables:
             with pa.memory_map(str(path)) as mapped:
@@ -285,6 +289,15 @@ def _publish(settings: Preprocessing, mapping: str, names: list[str], mappings: 
                         columns[1 + settings.num_numerical :],
                         columns[0],
                     )
+
+
+def _cardinalities(settings: Preprocessing) -> list[int | None]:
+    """Of each category; None: hashed."""
+    if not settings.contiguous:
+        return [None] * settings.num_categorical
+    merged = Path(settings.output) / _WORK / "merge"
+    sizes = [(merged / f"{column}.ids").stat().st_size for column in range(settings.num_categorical)]
+    return [size // 4 + tsv_blocks.RARE + 1 for size in sizes]
 
 
 def _checked_files(inputs: Mapping[str, Sequence[str | os.PathLike[str]]]) -> dict[str, list[Path]]:

@@ -73,6 +73,11 @@ class SplitBinaryBatches:
         self.shuffle_seed, self._epoch = shuffle_seed, 0
         self._order: NDArray[np.int64] | None = None
         self._files: dict[str, tuple[Path, _Array]] = {}
+        if mapping in self.spec.parquet:
+            raise InvalidArgumentError(
+                f"source_spec.{mapping} in {self.spec.directory} is Parquet: read it with "
+                "ParquetBatches.of_spec"
+            )
         for names, file in self.spec.chunks(mapping):
             self._open(names, self.spec.directory / file)
         self.num_rows = self._checked_rows()

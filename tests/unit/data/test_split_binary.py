@@ -336,7 +336,7 @@ def test_wrong_values_name_their_place(
         ),
         (
             lambda spec: spec["source_spec"]["test"][0].update(type="csv"),
-            r"source_spec.test\[0\]: type is 'csv', only split_binary can be read",
+            r"source_spec.test\[0\]: type is 'csv', only split_binary and parquet can",
         ),
         (
             lambda spec: spec["source_spec"]["train"][0]["features"].reverse(),
