@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from persia import optim
-from persia.data import FeatureSpec, ParquetBatches, SplitBinaryBatches, SyntheticClicks
+from persia.data import FeatureSpec, SyntheticClicks, open_batches
 from persia.data.striped import of_epoch
 from persia.embedding.data import PersiaBatch
 from persia.errors import InvalidArgumentError
@@ -222,14 +222,8 @@ class Recipe:
         self.spec = FeatureSpec.load(Path(flags.dataset) / flags.feature_spec)
         seed = flags.seed if flags.shuffle_batch_order else None
         size = flags.batch_size // self.num_ranks
-        if self.spec.parquet:
-            if flags.shuffle_batch_order:
-                raise InvalidArgumentError("--shuffle_batch_order needs split binary, the data are Parquet")
-            train = ParquetBatches.of_spec(self.spec, "train", batch_size=size)
-            return train, ParquetBatches.of_spec(self.spec, "test", batch_size=flags.test_batch_size)
-        train = SplitBinaryBatches(self.spec, "train", batch_size=size, shuffle_seed=seed)
-        valid = SplitBinaryBatches(self.spec, "test", batch_size=flags.test_batch_size)
-        return train, valid
+        train = open_batches(self.spec, "train", batch_size=size, shuffle_seed=seed)
+        return train, open_batches(self.spec, "test", batch_size=flags.test_batch_size)
 
     def _synthetic(self) -> tuple[Any, Any]:
         flags = self.flags

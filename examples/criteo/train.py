@@ -59,6 +59,7 @@ def train(recipe: Recipe) -> None:
         fit = trainer.fit(ctx, embedding_staleness=flags.embedding_staleness)
         if not get_rank():
             show(recipe, curve, fit.best["auc"], fit.stopped_early, time.monotonic() - begin)
+            print(f"training waited {fit.waited_s:.1f} s for batches")
         if flags.serve and recipe.num_ranks == 1:
             with tempfile.TemporaryDirectory(prefix="criteo-") as folder:
                 ctx.dump_checkpoint(f"{folder}/model", with_jit_model=True)

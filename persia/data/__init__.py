@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from persia.data.dataloader import DataLoader
     from persia.data.dataset import IterableDataset, IterableDatasetBase, StreamingDataset
     from persia.data.feature_spec import FeatureSpec, SpecFeature
+    from persia.data.opening import open_batches
     from persia.data.parquet import ParquetBatches
     from persia.data.split_binary import SplitBinaryBatches, SplitBinaryWriter
     from persia.data.striped import Batches, StripedBatches
@@ -40,6 +41,7 @@ __all__ = [
     "StreamingDataset",
     "StripedBatches",
     "SyntheticClicks",
+    "open_batches",
 ]
 
 _PLACES = {
@@ -60,6 +62,7 @@ _PLACES = {
     "StreamingDataset": ("data.dataset", "StreamingDataset"),
     "StripedBatches": ("data.striped", "StripedBatches"),
     "SyntheticClicks": ("data.synthetic", "SyntheticClicks"),
+    "open_batches": ("data.opening", "open_batches"),
 }
 
 

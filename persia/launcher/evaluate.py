@@ -15,7 +15,7 @@ from persia.launcher.options import COUNT, option
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from persia.data import SplitBinaryBatches
+    from persia.data import Batches
     from persia.serving.evaluation import PredictionClient
 
 
@@ -59,10 +59,10 @@ def accuracy(
     probabilities: bool,
 ) -> None:
     """AUC, log loss and calibration of predictions for DATASET, a folder with a feature_spec.yaml."""
-    from persia.data import SplitBinaryBatches
+    from persia.data import open_batches
     from persia.serving import evaluation
 
-    batches = SplitBinaryBatches(dataset, mapping, batch_size=batch_size)
+    batches = open_batches(dataset, mapping, batch_size=batch_size)
     with evaluation.PredictionClient(address, model_name, version=model_version, timeout_s=timeout) as client:
         quality = evaluation.accuracy(client, batches, max_steps=max_steps, from_logits=not probabilities)
     _show([quality.values()], as_json)
@@ -90,7 +90,7 @@ def latency(
 
     DATASET may also be a file that --request-log of a server has written: its requests are sent as they are.
     """
-    from persia.data import SplitBinaryBatches
+    from persia.data import open_batches
     from persia.serving.evaluation import PredictionClient
 
     if (log := Path(dataset)).is_file():
@@ -101,7 +101,7 @@ def latency(
         raise click.BadParameter(
             f"{batch_sizes!r} is no list of whole numbers from 1, like 256,1024", param_hint="--batch-sizes"
         )
-    data = {size: SplitBinaryBatches(dataset, mapping, batch_size=size) for size in sizes}
+    data = {size: open_batches(dataset, mapping, batch_size=size) for size in sizes}
     for size, batches in data.items():
         if batches.num_rows < size:
             raise click.UsageError(
@@ -124,14 +124,13 @@ def _replayed(client: PredictionClient, log: Path, concurrency: int) -> dict[str
 
 
 def _row(
-    client: PredictionClient, batches: SplitBinaryBatches, size: int, concurrency: int, requests: int
+    client: PredictionClient, batches: Batches, size: int, concurrency: int, requests: int
 ) -> dict[str, float]:
     from persia.serving import evaluation
 
-    num_whole = batches.num_rows // size
-    made = [
-        batches.make(number, requires_grad=False).to_bytes() for number in range(min(num_whole, requests))
-    ]
+    read = itertools.islice(batches.read(), requests)
+    batches_made = (batches.make(rows, requires_grad=False) for rows in read)
+    made = [batch.to_bytes() for batch in batches_made if batch.batch_size == size]  # the last may be shorter
     sent = list(itertools.islice(itertools.cycle(made), requests))
     found = evaluation.latency(client, sent, size, concurrency=concurrency)
     return {"batch_size": size, "concurrency": concurrency, **asdict(found)}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -26,6 +26,7 @@ from persia.embedding.lr_schedule import check_steps_alone
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.nn import EarlyStopping
 from persia.observability import report
+from persia.observability.phases import WAIT_FOR_BATCH
 from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
@@ -41,6 +42,8 @@ class Fit:
     best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
     best: dict[str, float]  # `ClickQuality.values()` of that evaluation: its counts of samples are int
     stopped_early: bool
+    # That training waited for its next batch, the first one included; evaluations are left out.
+    waited_s: float = field(default=0.0, compare=False)
 
 
 class Trainer:
@@ -150,6 +153,7 @@ class Trainer:
         left = [trained.count_missing(rank, ctx.world_size, num_batches) for rank in range(ctx.world_size)]
         end, all_train_until = ctx.step + max(left), ctx.step + min(left)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
+        waited, self._waited_for_valid = _waited_s(), 0.0
         sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
         with ExitStack() as resources:
             for callback in self.callbacks if ctx.rank == 0 else ():
@@ -181,7 +185,8 @@ class Trainer:
                 ctx.load_checkpoint(str(self._places[0]))
                 self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
         stopped_early = stopping.reason is not None and self._evaluated < end
-        return Fit(self._evaluated, stopping.best_step, stopping.best, stopped_early)
+        waited = _waited_s() - waited - self._waited_for_valid
+        return Fit(self._evaluated, stopping.best_step, stopping.best, stopped_early, waited)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
@@ -223,7 +228,9 @@ class Trainer:
         wait_for_updates(ctx)  # no row changes until all train again
         self._evaluated, self._has_best = ctx.step, False
         if self.valid is not None:
+            before = _waited_s()
             quality = self.evaluate(ctx, self.valid)
+            self._waited_for_valid += _waited_s() - before
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)
             self._console.print(f"step {ctx.step}: {quality.summary()}{' (best)' if self._has_best else ''}")
@@ -299,6 +306,11 @@ class Trainer:
                 f"schedulers= has {len(self.schedulers)}: pass the same, or {remedy}"
             )
         return state
+
+
+def _waited_s() -> float:
+    """The seconds that loops of this process have waited for batches."""
+    return WAIT_FOR_BATCH.stats.snapshot()[1]
 
 
 def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from benchmarks.raw_clicks import write_clicks
-from persia.data import FeatureSpec, ParquetBatches, SplitBinaryBatches
+from persia.data import FeatureSpec, ParquetBatches, SplitBinaryBatches, open_batches
 from persia.data.engines import LocalEngine
 from persia.data.preprocessing import Preprocessing, preprocess
 from persia.errors import ConfigError, CorruptionError, InvalidArgumentError, InvalidTypeError
@@ -46,9 +46,10 @@ def test_batches_are_those_of_split_binary(made: Path) -> None:
     slots, wanted = (list(one.slots(4)["slots_config"].items()) for one in (spec, other))
     assert slots == [(name.removesuffix(".bin"), slot) for name, slot in wanted]
     for mapping in ("train", "test"):
-        batches = ParquetBatches.of_spec(spec, mapping, batch_size=256)
+        batches = open_batches(spec, mapping, batch_size=256)
         batches.check_values()
-        others = SplitBinaryBatches(other, mapping, batch_size=256)
+        others = open_batches(made / "split-binary", mapping, batch_size=256)
+        assert [type(batches), type(others)] == [ParquetBatches, SplitBinaryBatches]
         assert len(batches) == len(others) == (5 if mapping == "train" else 3)
         for one, two in zip(batches.read(), others.read(), strict=True):
             left = batches.make(one, requires_grad=True)
@@ -69,6 +70,10 @@ def test_a_spec_is_written_as_it_is_read(folder: Path) -> None:
         InvalidArgumentError, match=r"source_spec\.train .* is Parquet: .*ParquetBatches\.of_spec"
     ):
         SplitBinaryBatches(folder, "train")
+    with pytest.raises(
+        InvalidArgumentError, match=r"source_spec\.train .* is Parquet, which cannot be shuffled"
+    ):
+        open_batches(folder, "train", shuffle_seed=1)
 
 
 def change(path: Path, name: str, values: Any) -> None:

@@ -24,6 +24,7 @@ from persia.ctx.evaluation import share_buffers
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
+from persia.observability.phases import WAIT_FOR_BATCH
 from persia.train import Callback, MLflow, TensorBoard, Trainer, WandB
 from tests.click_job import SIZE, Clicks, Job, Model, Recorded
 
@@ -100,6 +101,20 @@ def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None
         for number in range(len(batches))
         for row in batches.of_epoch(1).make(number, requires_grad=False).non_id_type_features[0].data[:, 0]
     ]
+
+
+def test_what_training_waits_for_batches_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trainer() -> Trainer:
+        return Trainer(Clicks(8), Clicks(2, first=50))
+
+    before = WAIT_FOR_BATCH.stats.snapshot()[1]
+    fit = Job().fit(trainer())
+    # At least its first batch is not there yet.
+    assert 0 < fit.waited_s < WAIT_FOR_BATCH.stats.snapshot()[1] - before
+    # At the beginning, around the evaluation, at the end.
+    moments = iter([10.0, 13.0, 18.0, 30.0])
+    monkeypatch.setattr("persia.train.trainer._waited_s", lambda: next(moments))
+    assert Job().fit(trainer()).waited_s == 15.0
 
 
 @pytest.mark.parametrize("wrong", ["train", "valid"])
