@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
         default=False,
         help="at the end, serve the model and evaluate the server's predictions; with one rank",
     )
+    add("--export_path", metavar="DIR", help="at the end, write the model that persia-launcher serve reads")
     add("--embedding_staleness", type=int, default=8)
     add("--synthetic", action="store_true", help="made-up clicks with a planted model, without files")
     add("--synthetic_dataset_num_entries", type=int, default=2**25)

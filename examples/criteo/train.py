@@ -60,9 +60,11 @@ def train(recipe: Recipe) -> None:
         if not get_rank():
             show(recipe, curve, fit.best["auc"], fit.stopped_early, time.monotonic() - begin)
             print(f"training waited {fit.waited_s:.1f} s for batches")
-        if flags.serve and recipe.num_ranks == 1:
-            with tempfile.TemporaryDirectory(prefix="criteo-") as folder:
-                ctx.dump_checkpoint(f"{folder}/model", with_jit_model=True)
+        serves = flags.serve and recipe.num_ranks == 1
+        with tempfile.TemporaryDirectory(prefix="criteo-") as folder:
+            if flags.export_path or serves:
+                export(ctx, recipe, folder := flags.export_path or folder)
+            if serves:
                 serve(recipe, folder)
 
 
@@ -79,12 +81,19 @@ def show(recipe: Recipe, curve: Curve, auc: float, has_target: bool, seconds: fl
         console.print(f"AUC of the planted model {best:.5f}, difference {best - auc:.5f}", highlight=False)
 
 
+def export(ctx: TrainCtx, recipe: Recipe, folder: str) -> None:
+    """Writes what `persia-launcher serve` needs: `model` and `embedding_config.yml` in `folder`."""
+    ctx.dump_checkpoint(f"{folder}/model", with_jit_model=True)
+    if not get_rank():
+        content = yaml.safe_dump(recipe.slots(), sort_keys=False)
+        (Path(folder) / "embedding_config.yml").write_text(content, encoding="utf-8")
+
+
 def serve(recipe: Recipe, folder: str) -> None:
     """Serves the trained model of `folder` for a moment, and asks it about the held-out clicks."""
     slots = Path(folder) / "embedding_config.yml"
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    slots.write_text(yaml.safe_dump(recipe.slots(), sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "persia.launcher", "serve", f"{folder}/model", "--port", str(port)]
     command += ["--embedding-config", str(slots), "--max-batch-size", str(recipe.flags.test_batch_size)]
     command += ["--max-request-mib", "64"]

@@ -220,7 +220,9 @@ class ParquetBatches:
             if name not in schema.names:
                 near = difflib.get_close_matches(name, schema.names, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(schema.names)}"
-                raise InvalidArgumentError(f"the files have no column {name!r}: {hint}")
+                raise InvalidArgumentError(
+                    f"the files have no column {name!r}: {hint} (in {self._data.files[0]})"
+                )
         for name in (*self.labels, *self.dense):
             kind = schema.field(name).type
             if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from benchmarks.raw_clicks import write_clicks
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "criteo"
 PERSIA_LAUNCHER = str(Path(sys.executable).parent / "persia-launcher")
 TINY = [
@@ -56,7 +58,8 @@ def auc(printed: str) -> float:
 
 @pytest.mark.timeout(600)
 def test_dlrm_from_made_up_clicks_and_the_same_from_files(tmp_path: Path) -> None:
-    printed = train(tmp_path, "--serve")
+    printed = train(tmp_path, "--serve", "--export_path", str(tmp_path / "exported"))
+    assert {path.name for path in (tmp_path / "exported").iterdir()} == {"model", "embedding_config.yml"}
     assert re.findall(r"step (\d+): auc", printed) == ["40", "80"]
     assert abs(difference(printed)) < 0.06  # a guess has 0.35; the best AUC is about 0.85
     ((served, probability),) = re.findall(r"served AUC (\S+); first sample: predicted (\S+), label", printed)
@@ -69,6 +72,22 @@ def test_dlrm_from_made_up_clicks_and_the_same_from_files(tmp_path: Path) -> Non
     # The same samples in the same order; lookups that run ahead make the difference.
     assert auc(from_files) == pytest.approx(auc(printed), abs=0.02)
     assert "planted" not in from_files
+
+
+@pytest.mark.timeout(600)
+def test_from_raw_logs_by_parquet_with_dense_tables(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    for number in range(2):
+        write_clicks(tmp_path / f"day_{number}", 3000, seed=number, numerical=3, categorical=4)
+    command = [PERSIA_LAUNCHER, "preprocess", "day_0", "--test", "day_1", "--output", "data"]
+    command += ["--num-numerical", "3", "--num-categorical", "4", "--contiguous", "--format", "parquet"]
+    run(command, tmp_path)
+    printed = train(tmp_path, "--dataset", "data", "--data_parallel_threshold", "1000", "--serve")
+    assert re.findall(r"step (\d+): auc", printed) == ["6", "12"]
+    assert re.search(r"training waited \d+\.\d s for batches", printed)
+    assert float(re.findall(r"served AUC (\S+);", printed)[0]) == pytest.approx(
+        0.5, abs=0.1
+    )  # labels by chance
 
 
 @pytest.mark.timeout(600)
