@@ -3,6 +3,8 @@
 `python -m benchmarks.preprocessing` makes the clicks up. It needs polars. Both read tab-separated text, hash
 26 categories to 64 bits, take 13 logarithms, and write Parquet with zstd. With `--frequency-limit` both
 number the categories instead, the most frequent first, in two passes: 0 is a missing one, 1 a rare one.
+
+`--engine spark` or `ray` compares one worker with two instead (`engine_workers.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from benchmarks.engine_clusters import CLUSTERS
+from benchmarks.engine_workers import compare_workers
 from benchmarks.raw_clicks import write_clicks
 
 _OURS = """
@@ -52,12 +56,21 @@ frame.select("label", *log, *made).sink_parquet(output, compression="zstd", comp
 
 
 def main() -> None:
-    """Prints samples/s and peak memory of each."""
+    """Compares with polars, or the workers of an engine."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--frequency-limit", type=int, default=0, help="number the categories contiguously")
+    parser.add_argument("--engine", choices=sorted(CLUSTERS), help="one worker beside two, no polars")
     arguments = parser.parse_args()
+    if arguments.engine:
+        compare_workers(arguments.engine, arguments.rows, arguments.rounds)
+    else:
+        compare_with_polars(arguments)
+
+
+def compare_with_polars(arguments: argparse.Namespace) -> None:
+    """Prints samples/s of processor time and peak memory of each."""
     rates: dict[str, list[float]] = {"persia": [], "polars": []}
     peaks: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

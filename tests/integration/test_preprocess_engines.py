@@ -8,13 +8,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
+from benchmarks.engine_clusters import ray_cluster, spark_cluster
 from benchmarks.raw_clicks import write_clicks
-from tests.ports import free_port
 
 pytest.importorskip("pyarrow")
 
@@ -30,7 +29,7 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param != "ray" and shutil.which("java") is None:
         pytest.skip("Spark needs Java")
     if request.param == "ray":
-        with ray_cluster() as address:
+        with ray_cluster(tmp_path_factory.mktemp("ray")) as address:
             yield "ray", address
     elif request.param == "spark":
         folder = tmp_path_factory.mktemp("spark")
@@ -40,46 +39,6 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         assert all(list((folder / f"worker_{index}").glob("app-*")) for index in range(2))
     else:
         yield "spark", "local[2]"
-
-
-@contextmanager
-def ray_cluster() -> Iterator[str]:
-    from ray.cluster_utils import Cluster
-
-    node = {"num_cpus": 1, "object_store_memory": 80 << 20}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-    try:
-        cluster.add_node(**node)
-        cluster.wait_for_nodes(timeout=TIMEOUT_S)
-        yield cluster.address
-    finally:
-        cluster.shutdown()
-
-
-@contextmanager
-def spark_cluster(folder: Path) -> Iterator[str]:
-    import pyspark
-
-    home = Path(pyspark.__file__).parent
-    master = f"spark://127.0.0.1:{(port := free_port())}"
-    common = ("--host", "127.0.0.1", "--webui-port", "0")
-    commands = [("master.Master", *common, "--port", str(port))]
-    for index in range(2):
-        limits = ("--cores", "1", "--memory", "1g", "--work-dir", str(folder / f"worker_{index}"))
-        commands.append(("worker.Worker", *common, *limits, master))
-    with ExitStack() as stack:
-        log = stack.enter_context(open(folder / "cluster.log", "w"))
-        for name, *words in commands:
-            # It becomes the Java process, so that terminating it is enough.
-            started = subprocess.Popen(
-                [str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{name}", *words],
-                env=os.environ | {"SPARK_HOME": str(home), "SPARK_LOCAL_IP": "127.0.0.1"},
-                stdout=log,
-                stderr=log,
-            )
-            stack.callback(started.wait, 60)
-            stack.callback(started.kill)
-        yield master
 
 
 def run(folder: Path, output: str, *options: str) -> subprocess.CompletedProcess[str]:
