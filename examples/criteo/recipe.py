@@ -24,6 +24,8 @@ from persia.train import Batches, Trainer, WarmupPolynomialDecay
 
 # What differs from the defaults of the flags, which are those of Criteo 1TB.
 _CONSTANT_RATE = {"warmup_steps": 0, "decay_start_step": 0, "decay_steps": 0}
+# IDs of a sample in each slot of MLPerf's multi-hot data; files have theirs in the feature spec.
+_MLPERF_HOTNESS = [3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1]
 PRESETS: dict[str, dict[str, Any]] = {
     "criteo_1tb": {},
     "criteo_kaggle": _CONSTANT_RATE
@@ -31,7 +33,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     | {"batch_size": 128, "test_batch_size": 16384, "lr": 0.1, "evals_per_epoch": 10},
     "mlperf_dcnv2": _CONSTANT_RATE
     | {"interaction": "cross", "optimizer": "adagrad", "batch_size": 55296, "lr": 0.004}
-    | {"evals_per_epoch": 20, "auc_threshold": 0.80275},
+    | {"evals_per_epoch": 20, "auc_threshold": 0.80275, "multi_hot_sizes": _MLPERF_HOTNESS},
     # Made-up clicks on Criteo's cardinalities; no files, no network.
     "laptop": {"synthetic": True, "synthetic_dataset_num_entries": 1000 * 2048}
     | {"synthetic_dataset_test_entries": 16 * 8192, "batch_size": 2048, "test_batch_size": 8192}
@@ -101,6 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add("--synthetic_dataset_test_entries", type=int, default=2**20)
     add("--synthetic_dataset_table_sizes", type=_sizes, default=None, help="default: Criteo's at limit 15")
     add("--synthetic_dataset_numerical_features", type=int, default=13)
+    add("--multi_hot_sizes", type=_sizes, help="made-up IDs of a sample in each slot; default: 1")
     return made
 
 
@@ -240,6 +243,7 @@ class Recipe:
                     num_batches=max(1, count // size),
                     batch_size=size,
                     num_numerical=flags.synthetic_dataset_numerical_features,
+                    hotness=flags.multi_hot_sizes,
                     num_known=8,
                     strength=2.0,
                     planted_seed=flags.seed,

@@ -179,12 +179,13 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
     """The slots by counting IDs in batches spread over the data."""
     import numpy as np
 
-    from persia.data import SplitBinaryBatches
+    from persia.data import FeatureSpec, open_batches
     from persia.errors import ConfigError
     from persia.launcher.job_costs import SlotLoad, grown
 
-    batches = SplitBinaryBatches(given["sample"], given["mapping"], batch_size=given["batch_size"])
-    if different := set(batches.spec.categorical) ^ set(spec.categorical):
+    sample = FeatureSpec.load(given["sample"])
+    batches = open_batches(sample, given["mapping"], batch_size=given["batch_size"])
+    if different := set(sample.categorical) ^ set(spec.categorical):
         raise ConfigError(
             f"--sample={given['sample']} and --feature-spec={given['feature_spec']} differ in the slots "
             f"{', '.join(sorted(different))}: name a sample of the same data"
@@ -196,7 +197,8 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
     half: dict[str, int] = {}
     # Every second one first, so that both halves are spread over the data.
     for place, number in enumerate([*numbers[::2], *numbers[1::2]]):
-        for feature in batches.make(int(number), requires_grad=False).id_type_features:
+        rows: Any = next(iter(batches.read(int(number))))
+        for feature in batches.make(rows, requires_grad=False).id_type_features:
             found = np.unique(feature.ids)
             per_batch[feature.name].append(len(found))
             seen[feature.name] = np.union1d(seen.get(feature.name, found[:0]), found)

@@ -40,6 +40,18 @@ def test_tables_up_to_the_threshold_are_dense() -> None:
         assert list(parse_embedding_config(made.slots()).dense_slots) == dense
 
 
+def test_the_preset_of_mlperf_makes_several_ids_of_a_sample_up(tmp_path: Path) -> None:
+    flags = ["--preset", "mlperf_dcnv2", "--batch_size", "64", "--synthetic_dataset_num_entries", "64"]
+    made = Recipe(parse([*flags, "--synthetic"]), 1)
+    counts = [len(feature.ids) // 64 for feature in made.train.make(0, requires_grad=False).id_type_features]
+    assert sum(counts) == 214
+    made.train.write_split_binary(str(tmp_path))
+    spec = FeatureSpec.load(tmp_path)
+    assert [spec.features[name].hotness for name in spec.categorical] == counts
+    with pytest.raises(InvalidArgumentError, match="hotness has 26 values, cardinalities 2"):
+        Recipe(parse([*flags, "--synthetic", "--synthetic_dataset_table_sizes", "10,20"]), 1)
+
+
 def test_a_batch_is_divided_among_the_ranks_of_the_job() -> None:
     flags = ["--synthetic_dataset_table_sizes", "10", "--batch_size", "256"]
     for num_ranks in (1, 2):

@@ -110,6 +110,18 @@ def test_hashed_ids_are_counted_in_a_sample(tmp_path: Path) -> None:
     assert plan["num_rows"] == pytest.approx(everything, rel=0.03)
 
 
+def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    random = np.random.default_rng(0)
+    table = {"label": np.zeros(4096, np.uint8), "num_0": np.zeros(4096, np.float32)}
+    table["cat_0"] = random.integers(0, 50, 4096).astype(np.int64)
+    (tmp_path / "train").mkdir()
+    parquet.write_table(pa.table(table), tmp_path / "train" / "0.parquet", row_group_size=300)
+    FeatureSpec.make_parquet(tmp_path, [None], num_numerical=1, mappings=["train"]).save()
+    words = ("--batch-size", "256", "--json", "--sample", str(tmp_path), "--sample-batches", "4")
+    assert json.loads(run(tmp_path, *words, spec=tmp_path).output)["num_rows"] == 50
+
+
 def test_one_process(tmp_path: Path) -> None:
     words = (
         "--in-process",
