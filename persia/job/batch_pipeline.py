@@ -25,6 +25,7 @@ from persia.observability.sources import NnWorkerSource
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
+from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import lane_of
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lookup import (
@@ -83,6 +84,7 @@ class BatchPipeline:
         self._step: Callable[[], int] = lambda: 0
         self.trained = DataPosition()  # when this run began
         self.check_rows: Callable[[], None] = lambda: None  # raises RowsLostError
+        self.dense_ids: DenseIdReader | None = None  # of slots in the dense model of the context
 
     @property
     def training(self) -> bool:
@@ -303,12 +305,11 @@ class BatchPipeline:
         self, stages: list[LookupStage], device: torch.device | None, *, ahead: bool
     ) -> LookupService:
         first, in_step = first_slots(stages, ahead=ahead), slots_in_step(stages)
-        dense_slots = self.runtime.dense_slots
         return LookupService(
             *(self.backend, self.reaper, self.counters, device, self.training, first, in_step),
             lane_of(device),
             served_slots(self.backend.slot_modes),
-            None if dense_slots is None else dense_slots.reader,
+            self.dense_ids,
         )
 
     def _give_up_superseded(self, pending: PendingBatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from persia.config import parse_embedding_config
-from persia.ctx import EmbeddingCtx, InferCtx, infer
+from persia.ctx import EmbeddingCtx, InferCtx, eval_ctx, infer
 from persia.ctx.base import PreprocessMode
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
@@ -218,6 +218,22 @@ def test_wrong_rows_are_refused_wherever_a_slot_is(slot: str, ids: Any, rows: An
         with pytest.raises((InvalidArgumentError, InvalidTypeError), match=message):
             ctx.set_embedding(slot, ids, rows)
         assert torch.equal(slots.rows("sum"), before)
+
+
+def test_an_evaluation_of_another_model_scales_as_that_model_does() -> None:
+    scaled = config(*DENSE)
+    scaled["slots_config"]["far"]["mean_scaling"] = True
+    with training(Tower(), config(*DENSE)) as ctx:
+        expected, other = predictions(ctx), ctx.model
+    with training(Tower(), scaled) as ctx:
+        with torch.no_grad(), eval_ctx(model=other) as evaluation:
+            looked_up = evaluation.get_embedding_from_data(batch(99, requires_grad=False))
+            assert torch.equal(evaluation.forward(looked_up)[0], expected)
+        with eval_ctx() as evaluation:  # without a model of its own: the rows of the outer one
+            looked_up = evaluation.get_embedding_from_data(batch(99, requires_grad=False))
+            dense, embeddings, _ = evaluation.prepare_features(looked_up)
+        assert ctx.model is not None
+        torch.testing.assert_close(ctx.model(dense, embeddings), predictions(ctx))
 
 
 def test_a_context_without_the_rows_refuses_their_batches(
