@@ -56,13 +56,14 @@ def batch(seed: int, *, weighted: bool = True, requires_grad: bool = True) -> Pe
     return PersiaBatch(features, labels=labels, requires_grad=requires_grad)
 
 
-def training(model: nn.Module, slots: dict[str, Any], optimizer: Any = None) -> TrainCtx:
+def training(model: nn.Module, slots: Any, optimizer: Any = None, **options: Any) -> TrainCtx:
     return TrainCtx(
         SGD(lr=0.5),
         optimizer or torch.optim.SGD(model.parameters(), lr=0.5),
         model=model,
         slots=slots,
         embedding_config=EmbeddingConfig(emb_initialization=(-1.0, 1.0), admit_after=3, seed=5),
+        **options,
     )
 
 
