@@ -20,6 +20,7 @@ from torch import nn
 from persia import _native
 from persia.config import SlotsConfig
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from persia.pipeline.batch import to_device
 from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.storage.dense import innermost
@@ -173,7 +174,7 @@ class DenseSlots:
     def _embed(self, name: str, ids: DenseIds) -> torch.Tensor:
         rows = self.rows(name)
         places, offsets, weights, factors = (
-            None if part is None else part.to(rows.device, non_blocking=True) for part in ids
+            None if part is None else to_device(part, rows.device) for part in ids
         )
         assert places is not None, "only weights and factors may be None"
         sums = nn.functional.embedding_bag(

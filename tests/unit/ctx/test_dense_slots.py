@@ -127,6 +127,22 @@ def test_batches_that_cross_to_a_device_train_the_same(
     torch.testing.assert_close(*found)
 
 
+def test_ids_cross_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`to_device` pins them: copies from pageable memory would block the loop once for each slot."""
+    crossed: list[torch.Tensor] = []
+
+    def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        assert device == torch.device("cpu")
+        crossed.append(tensor)
+        return tensor
+
+    monkeypatch.setattr("persia.storage.dense_slots.to_device", to_device)
+    with training(Tower(), config(*DENSE)) as ctx:
+        predictions(ctx)
+    # IDs, offsets and weights of each slot, and the factors of those that scale.
+    assert len(crossed) == 3 * len(DENSE) + sum(bool(scaling) for scaling in SCALINGS.values())
+
+
 def test_a_large_weight_leaves_the_scaling_of_other_samples() -> None:
     tables = {"mean": DenseTable(ROWS, DIM, "mean"), "sqrt": DenseTable(ROWS, DIM, "sqrt")}
     ids, offsets = np.arange(4, dtype=np.uint64), np.array([0, 2, 2, 4], np.uint32)
