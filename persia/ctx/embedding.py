@@ -167,7 +167,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         """
         dense_slots = () if self._slots is None else self._slots.dense_slots
         looked_up = {name for name, _ in batch.leaves if name not in dense_slots}
-        missing = [name for name in batch.names if name not in looked_up | batch.dense_ids.keys()]
+        known = looked_up | batch.dense_ids.keys()
+        missing = [name for name in batch.names if name not in known]
         if missing:
             raise FailedPreconditionError(
                 f"the rows of {', '.join(missing)} are in the dense model, and the context has none with "
