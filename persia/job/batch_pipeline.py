@@ -78,7 +78,7 @@ class BatchPipeline:
         self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
-        self.num_looked_up = 0  # batches that the script has looked up itself
+        self.num_looked_up = 0  # batches that the script has looked up itself, without those that failed
         self._stream: StreamReceiver | None = None
         self._last_words: _LastWords | None = None
         self._step: Callable[[], int] = lambda: 0
@@ -198,8 +198,10 @@ class BatchPipeline:
         self.check_rows()
         service = self._lookup_service(self._stages(None), device, ahead=False)
         self.count_received()  # what fails before is not counted
-        self.num_looked_up += 1
-        return service.look_up(pending_from(batch, 0), lambda: None)
+        looked_up = service.look_up(pending_from(batch, 0), lambda: None)
+        self.num_looked_up += 1  # a failed one is counted as failed
+        looked_up.is_of_loop = False
+        return looked_up
 
     def count_received(self) -> None:
         self.counters.add(batches_received=1)

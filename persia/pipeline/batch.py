@@ -45,6 +45,7 @@ class PersiaTrainingBatch:
     dense: DenseSection
     result: LookupResult
     lease: BatchLease | None  # None: no gradient is expected
+    is_of_loop: bool = True  # False: the script has looked it up itself
     ready_ns: int = 0  # `time.monotonic_ns()` when the lookups ahead of the loop were done
     # The lookups of the slots that are absent from `result`: deferred stages, and the synchronous one.
     deferred: list[LookupResult] = dataclasses.field(default_factory=list)

@@ -303,7 +303,7 @@ def test_the_config_of_a_rank_is_that_of_the_workers(tmp_path: Path, monkeypatch
 def test_a_job_that_places_no_slot_in_the_dense_model_refuses_a_model_with_rows() -> None:
     with training(model := Tower(), config("sum", "far")) as ctx:
         backend = EmbeddingBackend(ctx.runtime.backend._client, deadline_s=5.0)  # its workers know no modes
-        with pytest.raises(FailedPreconditionError, match="the model has the rows of sum, far, and the job's"):
+        with pytest.raises(FailedPreconditionError, match="the model has the rows of sum, far, and the job"):
             training(model, None, backend=backend)
 
 
