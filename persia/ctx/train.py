@@ -25,8 +25,8 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import at_least, type_name
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
-from persia.job.embedded import GlobalSource, SlotsSource
 from persia.job.batch_pipeline import BatchPipeline
+from persia.job.embedded import GlobalSource, SlotsSource
 from persia.job.lost_rows import OnLostRows, RowsGuard
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import NN_WORKER
