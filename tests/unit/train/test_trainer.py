@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,14 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, PersiaBatch, TrainCtx
-from persia.ctx import evaluate
+from persia.ctx import evaluate, evaluation
 from persia.ctx.evaluation import share_buffers
+from persia.ctx.ranks import meet as meet_ranks
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
 from persia.train import Callback, MLflow, TensorBoard, Trainer, WandB
+from persia.waiting import Attempts
 from tests.click_job import SIZE, Clicks, Job, Model, Recorded
 
 
@@ -283,8 +284,8 @@ def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
 
 
 def _evaluate_on_a_rank(rank: int, folder: str) -> None:
-    """Rank 1 hands its updates in only when rank 0 already waits for its own."""
-    waits, applied = Path(folder) / "waits", Path(folder) / "applied"
+    """Rank 1 hands its updates in only when rank 0 has its own, and waits for those of all ranks."""
+    waited, meets, applied = (Path(folder) / name for name in ("waited", "meets", "applied"))
 
     class Checked(Model):
         def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
@@ -293,14 +294,22 @@ def _evaluate_on_a_rank(rank: int, folder: str) -> None:
 
     def wait_for_gradients() -> None:
         if rank == 0:
-            waits.touch()
-        else:
-            while not waits.exists():
-                time.sleep(0.01)
-            applied.touch()
+            waited.touch()
+            return
+        for _ in Attempts(60.0, pause_s=0.01):
+            if meets.exists():
+                break
+        assert meets.exists(), "rank 0 does not wait"
+        applied.touch()
+
+    def meet(world_size: int) -> None:
+        if rank == 0 and waited.exists():
+            meets.touch()
+        meet_ranks(world_size)
 
     job = Job()
     job.model = Checked()
+    evaluation.meet = meet
     with job.ctx() as ctx:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
         ctx.rank, ctx.world_size = rank, 2
