@@ -250,6 +250,11 @@ def test_an_evaluation_of_another_model_scales_as_that_model_does() -> None:
             dense, embeddings, _ = evaluation.prepare_features(looked_up)
         assert ctx.model is not None
         torch.testing.assert_close(ctx.model(dense, embeddings), predictions(ctx))
+        with (
+            eval_ctx(model=Tower()) as evaluation,  # without rows: those of the outer model are not its own
+            pytest.raises(FailedPreconditionError, match="the context has none with them"),
+        ):
+            evaluation.forward(evaluation.get_embedding_from_data(batch(99, requires_grad=False)))
 
 
 def test_a_context_without_the_rows_refuses_their_batches(
