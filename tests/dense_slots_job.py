@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, List  # noqa: UP035 - TorchScript reads these
 
 import numpy as np
@@ -17,6 +18,8 @@ from persia.storage.dense_slots import DenseSlots
 ROWS, DIM, SAMPLES = 20, 4, 6
 SCALINGS = {"sum": {}, "mean": {"mean_scaling": True}, "root.of-sum": {"sqrt_scaling": True}}
 DENSE = (*SCALINGS, "far")
+# Not 0, as a lost accumulator would be.
+ADAGRAD = partial(torch.optim.Adagrad, initial_accumulator_value=0.1)
 
 
 class Tower(nn.Module):

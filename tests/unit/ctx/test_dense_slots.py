@@ -25,6 +25,7 @@ from persia.pipeline.dense_ids import DenseIdReader, DenseTable
 from persia.pipeline.device_batch import Lane, lane_of
 from persia.storage.dense_slots import DenseSlots
 from tests.dense_slots_job import (
+    ADAGRAD,
     DENSE,
     DIM,
     ROWS,
@@ -76,7 +77,7 @@ class Reference(nn.Module):
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, ADAGRAD, torch.optim.Adam])
 def test_training_equals_that_of_embedding_bags(kind: Any, weighted: bool) -> None:
     model = Tower()
     optimizer = kind(model.parameters(), lr=0.1)
