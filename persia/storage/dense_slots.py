@@ -266,7 +266,8 @@ class DenseSlotsOptimizer:
             return value
         begin = 0.0
         if setting := _FIRST_STATES.get(key):  # else Rprop would never train them
-            begin = self._optimizer.param_groups[0].get(setting, 0.0)
+            groups = zip(self._names(), self._optimizer.param_groups, strict=True)
+            begin = next(group.get(setting, 0.0) for names, group in groups if name in names)
         return torch.cat([value, value.new_full((num_rows - cardinality, *value.shape[1:]), begin)])
 
     def _names(self) -> list[list[str | None]]:

@@ -21,6 +21,7 @@ from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
 from persia.serving.scripts import load_script
+from persia.storage.dense_slots import DenseSlots, DenseSlotsOptimizer
 from tests.dense_slots_job import (
     ADAGRAD,
     DENSE,
@@ -151,6 +152,23 @@ def test_a_load_accepts_more_rows_and_no_fewer(kind: Any, tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match=f"'sum' has cardinality {ROWS} .* and {ROWS - 1} and"):
             ctx.load_checkpoint(tmp_path)
         assert torch.equal(model.linear.weight, weight)
+
+
+def test_states_of_new_rows_begin_with_the_setting_of_their_group() -> None:
+    def made(count: int) -> tuple[torch.optim.Rprop, torch.nn.Parameter, DenseSlotsOptimizer]:
+        slots = config("sum")
+        slots["slots_config"]["sum"]["cardinality"] = count
+        found = DenseSlots.attach(model := Tower(), parse_embedding_config(slots), None)
+        groups = [{"params": model.linear.parameters()}, {"params": [found.rows("sum")], "lr": 0.25}]
+        optimizer = torch.optim.Rprop(groups, lr=0.5)
+        return optimizer, found.rows("sum"), DenseSlotsOptimizer(optimizer, found)
+
+    optimizer, rows, before = made(ROWS)
+    rows.grad = torch.ones_like(rows)
+    optimizer.step()
+    optimizer, rows, after = made(ROWS + 5)
+    after.load_state_dict(before.state_dict())
+    assert torch.equal(optimizer.state[rows]["step_size"][ROWS:], torch.full((5, DIM), 0.25))
 
 
 def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path) -> None:
