@@ -121,11 +121,10 @@ class DenseSlots:
         `firsts`: the slots and the first row of each; None: all.
         """
         self._module.has_values, self.is_initial = True, firsts is None
-        size = sum(table.cardinality for table in self.tables.values())
         client = _native.EmbeddedClient(
             slots=slots.native_slots(),
             feature_index_prefix_bit=slots.feature_index_prefix_bit,
-            capacity=max(size, 1024),
+            capacity=_IDS_AT_A_TIME,  # a block is copied before the next one evicts it
             num_internal_shards=1,
         )
         client.configure(config)

@@ -21,7 +21,7 @@ from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
 from persia.serving.scripts import load_script
-from persia.storage.dense_slots import DenseSlots, DenseSlotsOptimizer
+from persia.storage.dense_slots import _IDS_AT_A_TIME, DenseSlots, DenseSlotsOptimizer
 from tests.dense_slots_job import (
     ADAGRAD,
     DENSE,
@@ -234,6 +234,25 @@ def test_a_model_that_an_evaluation_had_first_gets_initial_values(tmp_path: Path
     with training(loaded, config("sum")):
         slots = rows_of(loaded)
         assert torch.equal(slots.rows("sum"), before)
+
+
+def test_initial_values_of_several_blocks_are_those_of_servers() -> None:
+    count = _IDS_AT_A_TIME + 1
+    own, theirs = config("sum"), config()
+    for slots in (own, theirs):
+        slots["slots_config"]["sum"]["cardinality"] = count
+    with training(model := Tower(), own):
+        rows = rows_of(model).rows("sum").detach().clone()
+    assert rows.all(dim=1).all()
+    with training(Tower(), theirs) as ctx:
+        ctx.configure_embedding_parameter_servers(EmbeddingConfig(emb_initialization=(-1.0, 1.0), seed=5))
+        ids = [0, count - 2, count - 1]
+        features = [IDTypeFeature("sum", [np.array([one], np.uint64) for one in ids])]
+        looked_up = ctx.get_embedding_from_data(
+            PersiaBatch(features, labels=[Label(np.ones((3, 1)))], requires_grad=True)
+        )
+        _, (embedding,), _ = ctx.prepare_features(looked_up)
+        assert torch.equal(embedding, rows[ids])
 
 
 def test_initial_values_follow_the_config_until_the_first_step(tmp_path: Path) -> None:
