@@ -22,7 +22,7 @@ from persia.config import SlotsConfig
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
 from persia.pipeline.batch import to_device
 from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
-from persia.pipeline.slot_rows import checked_rows, slot_signs
+from persia.pipeline.slot_rows import check_ids, checked_rows
 from persia.storage.dense import innermost
 
 if TYPE_CHECKING:
@@ -104,16 +104,16 @@ class DenseSlots:
         self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
     ) -> None:
         """Writes rows [n, dim] of `ids` [n], checked as for servers. No ID may be beyond the slot."""
-        slot_signs(slots, name, ids)
+        check_ids(slots, name, ids)
+        self.tables[name].check(name, ids)
         values = checked_rows(slots, name, ids, rows)
         if not np.isfinite(values).all():
             raise InvalidArgumentError(f"rows of slot {name} have NaN or Inf: set finite ones")
-        offsets = np.array([0, len(ids)], np.uint32)
-        places = self.reader.convert([(name, ids, offsets, None)])[name].ids
         with torch.no_grad():
             self._module.has_values, self.is_initial = True, False
             table = self.rows(name)
-            table[places.to(table.device)] = torch.from_numpy(values).to(table)
+            places = torch.from_numpy(ids.astype(np.int64)).to(table.device)
+            table[places] = torch.from_numpy(values).to(table)
 
     def begin(self, slots: SlotsConfig, config: TrainConfig, firsts: Mapping[str, int] | None = None) -> None:
         """Sets rows to the initial values that servers with this config would give them.

@@ -208,7 +208,7 @@ def test_an_optimizer_with_lists_of_its_own_is_refused() -> None:
 def test_rows_are_set() -> None:
     rows = np.arange(2 * DIM, dtype=np.float32).reshape(2, DIM)
     with training(model := Tower(), config("sum")) as ctx:
-        ctx.set_embedding("sum", np.array([7, 3], np.uint64), rows)
+        ctx.set_embedding("sum", np.array([3, 7], np.uint64)[::-1], rows)  # a view of other strides
         slots = rows_of(model)
         assert torch.equal(slots.rows("sum")[[7, 3]], torch.from_numpy(rows))
         with pytest.raises(InvalidArgumentError, match=f"the ID {ROWS}"):
