@@ -282,9 +282,9 @@ class CheckpointMethods:
             look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
             self._dense_slots.copy_from(known, look_up)
 
-    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
         """Sets rows that a load has no values for: zeros, as servers answer without training."""
-        for name, first in (firsts or dict.fromkeys(slots.tables, 0)).items():
+        for name, first in firsts.items():
             slots.rows(name).detach()[first:] = 0
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:

@@ -155,7 +155,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             reached = batch.reached  # not the batch: it is released when the script drops it
             for embedding in embeddings:
                 if embedding.requires_grad:
-                    embedding.register_hook(lambda _: reached.add(True))  # type: ignore[no-untyped-call]
+                    embedding.register_hook(lambda _: reached.set())  # type: ignore[no-untyped-call]
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None

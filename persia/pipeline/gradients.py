@@ -115,7 +115,7 @@ class BackwardPass:
             # No lease: looked up without gradients, for example by an evaluation in between.
             if batch is None or batch.lease is None:
                 continue
-            reached = batch.reached or any(leaf.grad is not None for _, leaf in batch.leaves)
+            reached = batch.reached.is_set() or any(leaf.grad is not None for _, leaf in batch.leaves)
             if not reached and batch is not current:
                 left.append(reference)  # its own backward may follow
                 continue

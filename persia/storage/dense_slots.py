@@ -138,7 +138,6 @@ class DenseSlots:
             for block, found in self._looked_up(name, look_up, first):
                 block.copy_(found)
 
-    @torch.no_grad()
     def copy_from(self, names: Sequence[str], look_up: Callable[[bytes], LookupResult]) -> None:
         """Takes over the rows of these slots as `look_up` of ID features finds them.
 
@@ -296,17 +295,15 @@ class DenseMoves:
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
         """A saved state of the model, made one of this model. ConfigError: a slot has fewer rows now."""
-        own = {}
+        own: dict[str, tuple[str, torch.Tensor]] = {}
         if self._slots is not None:
-            own = {_key(name): name for name in self._slots.tables}
+            own = {_key(name): (name, self._slots.rows(name).detach()) for name in self._slots.tables}
             self._slots.is_initial = False
         saved = {key for key in state if key.startswith(f"{MODULE_NAME}.")}
         self._saved = {key: state[key] for key in saved - own.keys()}
-        self.from_servers = [name for key, name in own.items() if key not in saved]
+        self.from_servers = [name for key, (name, _) in own.items() if key not in saved]
         kept = {key: value for key, value in state.items() if key not in self._saved}
-        for key, name in own.items():
-            assert self._slots is not None, "it has the slots"
-            rows = self._slots.rows(name).detach()
+        for key, (name, rows) in own.items():
             found = state.get(key, rows[:0])
             if found.shape[1] != rows.shape[1] or len(found) > len(rows):
                 raise ConfigError(
