@@ -285,26 +285,32 @@ def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
 
 def _evaluate_on_a_rank(rank: int, folder: str) -> None:
     """Rank 1 hands its updates in only when rank 0 has its own, and waits for those of all ranks."""
-    waited, meets, applied = (Path(folder) / name for name in ("waited", "meets", "applied"))
+    place = Path(folder)  # of what is evaluated now
+    num_waits = 0
+
+    def check_applied(*_dump: object, **_options: object) -> None:
+        assert (place / "applied").exists(), "evaluated or dumped before the updates of rank 1"
 
     class Checked(Model):
         def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-            assert applied.exists(), "evaluated before the updates of rank 1"
+            check_applied()
             return super().forward(dense, embeddings)
 
     def wait_for_gradients() -> None:
+        nonlocal num_waits
+        num_waits += 1
         if rank == 0:
-            waited.touch()
+            (place / "waited").touch()
             return
         for _ in Attempts(60.0, pause_s=0.01):
-            if meets.exists():
+            if (place / "meets").exists():
                 break
-        assert meets.exists(), "rank 0 does not wait"
-        applied.touch()
+        assert (place / "meets").exists(), "rank 0 does not wait"
+        (place / "applied").touch()
 
     def meet(world_size: int) -> None:
-        if rank == 0 and waited.exists():
-            meets.touch()
+        if rank == 0 and (place / "waited").exists():
+            (place / "meets").touch()
         meet_ranks(world_size)
 
     job = Job()
@@ -314,11 +320,21 @@ def _evaluate_on_a_rank(rank: int, folder: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
         ctx.rank, ctx.world_size = rank, 2
         ctx.wait_for_gradients = wait_for_gradients  # type: ignore[method-assign]
-        assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+        ctx.dump_checkpoint = check_applied  # type: ignore[method-assign]
+        trainers = [Trainer(Clicks(), valid, directory=folder) for valid in (Clicks(4), None)]
+        for number, trainer in enumerate([None, *trainers]):
+            place = Path(folder) / str(number)
+            place.mkdir(exist_ok=True)
+            if trainer is None:
+                assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+            else:
+                trainer._clears = False
+                trainer._evaluate(ctx, 1)
+            assert num_waits == number + 1
         dist.destroy_process_group()
 
 
-def test_an_evaluation_waits_for_the_updates_of_all_ranks(tmp_path: Path) -> None:
+def test_an_evaluation_waits_for_the_updates_of_all_ranks_once(tmp_path: Path) -> None:
     spawn(_evaluate_on_a_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
 
 
