@@ -118,9 +118,9 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         # `DataLoader` and contexts entered inside this one find them.
         self._members = (self.runtime, self._pipeline)
         with self._closed_on_error():
-            self._dense_slots = self._find_dense_slots()
-            if self._dense_slots is None and model is None:
-                self._dense_slots = self.runtime.dense_slots
+            self._dense_slots, outer = self._find_dense_slots(), self.runtime.dense_slots
+            if self._dense_slots is None and outer is not None and (model is None or outer.is_part_of(model)):
+                self._dense_slots = outer
             if self._dense_slots is not None:
                 self._pipeline.dense_ids = self._dense_slots.reader
             self.runtime.dense_slots = self.runtime.dense_slots or self._dense_slots

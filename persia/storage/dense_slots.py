@@ -95,6 +95,10 @@ class DenseSlots:
             )
         return found
 
+    def is_part_of(self, model: nn.Module) -> bool:
+        """Whether `model` has the module with these rows, such as a wrapper around the user's model."""
+        return any(module is self._module for module in model.modules())
+
     def rows(self, name: str) -> nn.Parameter:
         """[cardinality, dim]"""
         rows: nn.Parameter = getattr(self._module, _attribute(name))

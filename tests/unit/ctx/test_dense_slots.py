@@ -237,6 +237,15 @@ def test_wrong_rows_are_refused_wherever_a_slot_is(slot: str, ids: Any, rows: An
         assert torch.equal(slots.rows("sum"), before)
 
 
+class Probability(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
+        return torch.sigmoid(self.model(dense, embeddings))
+
+
 def test_an_evaluation_of_another_model_scales_as_that_model_does() -> None:
     scaled = config(*DENSE)
     scaled["slots_config"]["far"]["mean_scaling"] = True
@@ -251,6 +260,9 @@ def test_an_evaluation_of_another_model_scales_as_that_model_does() -> None:
             dense, embeddings, _ = evaluation.prepare_features(looked_up)
         assert ctx.model is not None
         torch.testing.assert_close(ctx.model(dense, embeddings), predictions(ctx))
+        with torch.no_grad(), eval_ctx(model=Probability(ctx.model)) as evaluation:
+            output, _ = evaluation.forward(evaluation.get_embedding_from_data(batch(99, requires_grad=False)))
+        torch.testing.assert_close(output, torch.sigmoid(predictions(ctx)))
         with (
             eval_ctx(model=Tower()) as evaluation,  # without rows: those of the outer model are not its own
             pytest.raises(FailedPreconditionError, match="the context has none with them"),
