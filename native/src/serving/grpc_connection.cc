@@ -189,8 +189,8 @@ bool GrpcConnection::CheckTimes(Clock::time_point now) {
   std::vector<Stream*> stuck;
   for (const auto& [id, stream] : streams_) {
     if (stream->is_reset) continue;
-    const bool must_progress =
-        stream->is_finished || !stream->has_begun || !stream->outgoing.empty();
+    const bool must_progress = stream->is_finished || !stream->has_begun ||
+                               stream->prefix_bytes != 0 || !stream->outgoing.empty();
     if (must_progress && stream->progress_at < latest) {
       stuck.push_back(stream.get());
     } else if (!stream->is_finished && stream->due <= now) {

@@ -85,6 +85,7 @@ class GrpcConnection {
   void TakeData(Stream* stream, std::span<const std::byte> data);
   void TakeMessage(Stream* stream);
   bool BeginMessage(Stream* stream);
+  bool Hold(Stream* stream, size_t size);
   void EndOfRequest(Stream* stream);
   void Refuse(Stream* stream, GrpcCode code, std::string text);
   void Respond(Stream* stream);

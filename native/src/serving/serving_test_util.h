@@ -10,6 +10,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -165,7 +166,15 @@ class Client {
     const int32_t id = nghttp2_submit_request(session_, nullptr, headers.data(), headers.size(),
                                               &provider, nullptr);
     bodies_[id] = std::move(body);
+    if (stops_) endless_.insert(id);
     SendAll();
+    return id;
+  }
+  // Sends `body` and no end.
+  int32_t BeginAndStop(const std::string& path, std::string body) {
+    stops_ = true;
+    const int32_t id = BeginWithBody(path, std::move(body));
+    stops_ = false;
     return id;
   }
   void Cancel(int32_t id) {
@@ -216,11 +225,13 @@ class Client {
   }
   static ssize_t ReadBody(nghttp2_session*, int32_t id, uint8_t* to, size_t size, uint32_t* flags,
                           nghttp2_data_source*, void* self) {
-    std::string& body = static_cast<Client*>(self)->bodies_[id];
+    auto& client = *static_cast<Client*>(self);
+    std::string& body = client.bodies_[id];
+    if (body.empty() && client.endless_.contains(id)) return NGHTTP2_ERR_DEFERRED;
     const size_t taken = std::min(size, body.size());
     std::memcpy(to, body.data(), taken);
     body.erase(0, taken);
-    if (body.empty()) *flags |= NGHTTP2_DATA_FLAG_EOF;
+    if (body.empty() && !client.endless_.contains(id)) *flags |= NGHTTP2_DATA_FLAG_EOF;
     return static_cast<ssize_t>(taken);
   }
   void SendAll() {
@@ -235,6 +246,8 @@ class Client {
   net::UniqueFd socket_;
   nghttp2_session* session_ = nullptr;
   std::map<int32_t, std::string> bodies_;
+  std::set<int32_t> endless_;  // whose body has no end
+  bool stops_ = false;         // calls that begin now have none
   std::map<int32_t, Answer> answers_;
 };
 
