@@ -254,7 +254,6 @@ bool ReadIds(const std::vector<Input>& inputs, const std::string& name, Arrays* 
   feature.ids = arrays->Copy<uint64_t>(ids->raw);
   if (weights != nullptr) {
     if (!IsArray(weights, "FP32", num_ids, sizeof(float))) return false;
-    constexpr uint8_t kFloat32 = 8;
     if (!AllFinite(kFloat32, weights->raw)) return false;
     feature.weights = arrays->Copy<float>(weights->raw);
   }
