@@ -84,13 +84,17 @@ class Predictor:
         if not self._allow_nonfinite:
             for feature in batch.non_id_type_features:
                 require_finite(feature.name, feature.data)
-        self._dense_ids(batch)  # before requests are merged: a wrong ID must fail its own
+        # Before requests are merged: a wrong ID must fail its own.
+        tables = {} if self._dense_slots is None else self._dense_slots.tables
+        for feature in batch.id_type_features:
+            table = tables.get(feature.name)
+            if table is not None and len(feature.ids) and feature.ids.max() >= table.cardinality:
+                self._dense_ids(batch)  # raises, and names the ID
         return batch
 
     def _dense_ids(self, batch: PersiaBatch) -> dict[str, DenseIds]:
         """Of slots in the dense model. InvalidArgumentError: an ID beyond its slot."""
-        if self._dense_slots is None:
-            return {}
+        assert self._dense_slots is not None, "the caller has looked"
         features = ((f.name, f.ids, f.offsets, f.weights) for f in batch.id_type_features)
         return self._dense_slots.reader.convert(features)
 
