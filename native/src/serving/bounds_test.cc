@@ -164,6 +164,55 @@ TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
   }
 }
 
+// The process's limit of descriptors; the old one at the end of the block.
+class DescriptorLimit {
+ public:
+  explicit DescriptorLimit(int limit) {
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before_), 0);
+    rlimit changed = before_;
+    changed.rlim_cur = static_cast<rlim_t>(limit);
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &changed), 0);
+  }
+  DescriptorLimit(const DescriptorLimit&) = delete;
+  ~DescriptorLimit() { EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before_), 0); }
+
+ private:
+  rlimit before_ = {};
+};
+
+// So patient that no connection is closed for its age.
+FrontOptions Patient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::hours(1);
+  return options;
+}
+
+TEST_F(BoundsTest, WithoutDescriptorsConnectionsWithoutCallsMakeRoom) {
+  Start(Patient());
+  StartComputing();
+  std::vector<net::UniqueFd> idle(40);
+  for (auto& one : idle) one = NewSocket();
+  net::UniqueFd last = NewSocket();
+  const DescriptorLimit eight_more(last.get() + 9);
+  for (auto& one : idle) one = Connected(std::move(one), port_);
+  Client client(Connected(std::move(last), port_), {});
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+}
+
+TEST_F(BoundsTest, AsManyConnectionsAreOpenAsDescriptorsPermit) {
+  const size_t half = static_cast<size_t>(NewSocket().get()) + 20;
+  {
+    const DescriptorLimit limit(static_cast<int>(2 * half));  // the other half is for files
+    Start(Patient());
+  }
+  std::vector<net::UniqueFd> idle;
+  for (size_t i = 0; i <= half; ++i) idle.push_back(Connect(port_));
+  EXPECT_TRUE(IsClosed(idle.front().get()));
+  StartComputing();
+  Client client(port_);
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+}
+
 TEST_F(BoundsTest, AConnectionThatBeginsNoCallIsClosed) {
   Start(Impatient());
   const auto idle = Connect(port_);

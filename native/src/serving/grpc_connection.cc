@@ -57,8 +57,10 @@ std::unique_ptr<net::TlsStream> MakeTls(const GrpcOptions& options, int fd) {
 
 }  // namespace
 
-GrpcConnection::GrpcConnection(net::UniqueFd socket, std::string peer, GrpcShared* shared)
+GrpcConnection::GrpcConnection(net::UniqueFd socket, uint64_t tag, std::string peer,
+                               GrpcShared* shared)
     : socket_(std::move(socket)),
+      tag_(tag),
       peer_(std::move(peer)),
       shared_(*shared),
       tls_(MakeTls(shared->options, socket_.get())),

@@ -90,21 +90,28 @@ inline ModelInputs Inputs() {
           .allow_nonfinite = false};
 }
 
-// A socket that is connected, and fails after a minute without bytes. `receive_buffer` 0: the
-// system's.
-inline net::UniqueFd Connect(uint16_t port, int receive_buffer = 0) {
+// A socket that fails after a minute without bytes. `receive_buffer` 0: the system's.
+inline net::UniqueFd NewSocket(int receive_buffer = 0) {
   net::UniqueFd made(::socket(AF_INET, SOCK_STREAM, 0));
   const timeval patience = {.tv_sec = 60, .tv_usec = 0};
   ::setsockopt(made.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   if (receive_buffer != 0) {
     ::setsockopt(made.get(), SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof(receive_buffer));
   }
+  return made;
+}
+
+inline net::UniqueFd Connected(net::UniqueFd socket, uint16_t port) {
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_port = htons(port);
   ::inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
-  EXPECT_EQ(::connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  return made;
+  EXPECT_EQ(::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+            0);
+  return socket;
+}
+inline net::UniqueFd Connect(uint16_t port, int receive_buffer = 0) {
+  return Connected(NewSocket(receive_buffer), port);
 }
 
 // Blocks. Each call is a stream of one connection.
@@ -124,7 +131,9 @@ class Client {
   };
 
   explicit Client(uint16_t port) : Client(port, Options()) {}
-  Client(uint16_t port, const Options& options) : socket_(Connect(port, options.receive_buffer)) {
+  Client(uint16_t port, const Options& options)
+      : Client(Connect(port, options.receive_buffer), options) {}
+  Client(net::UniqueFd socket, const Options& options) : socket_(std::move(socket)) {
     nghttp2_session_callbacks* callbacks = nullptr;
     nghttp2_session_callbacks_new(&callbacks);
     nghttp2_session_callbacks_set_on_header_callback(callbacks, &OnHeader);
