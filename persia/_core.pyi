@@ -125,13 +125,14 @@ class ServingFront:
     def set_inputs(
         self,
         model_name: str,
-        ids: Sequence[str] | None,
+        ids: Sequence[tuple[str, int]] | None,
         dense: Sequence[tuple[str, int, Sequence[int]]],
         by_name: bool,
         allow_nonfinite: bool,
     ) -> None:
-        """What plain requests have. `ids` None: the model has no signature. `dense`: name, number of the
-        dtype in PersiaBatch.to_bytes, shape of a sample. `by_name`: tensors may be named like features."""
+        """What plain requests have. `ids`: name, what IDs are below, 0 for any; None: the model has no signature.
+        `dense`: name, number of the dtype in PersiaBatch.to_bytes, shape of a sample. `by_name`: tensors may be
+        named like features."""
 
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:

@@ -68,6 +68,12 @@ class Predictor:
         self._takes_names = takes_names(model)
         self._allow_nonfinite = allow_nonfinite
 
+    @property
+    def id_limits(self) -> dict[str, int]:
+        """What the IDs of slots in the dense model are below."""
+        tables = {} if self._dense_slots is None else self._dense_slots.tables
+        return {name: table.cardinality for name, table in tables.items()}
+
     def predict(self, batch: PersiaBatch) -> list[NDArray[Any]]:
         """The model's outputs, each [batch_size, ...], of the model's dtype (bfloat16 becomes float32).
 
@@ -85,10 +91,9 @@ class Predictor:
             for feature in batch.non_id_type_features:
                 require_finite(feature.name, feature.data)
         # Before requests are merged: a wrong ID must fail its own.
-        tables = {} if self._dense_slots is None else self._dense_slots.tables
+        limits = self.id_limits
         for feature in batch.id_type_features:
-            table = tables.get(feature.name)
-            if table is not None and len(feature.ids) and feature.ids.max() >= table.cardinality:
+            if feature.name in limits and feature.ids.max(initial=0) >= limits[feature.name]:
                 self._dense_ids(batch)  # raises, and names the ID
         return batch
 

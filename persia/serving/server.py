@@ -161,6 +161,7 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     if inference.canary is not None or inference.request_log is not None:
         return
     settings, signature = inference.model.settings, inference.model.signature
+    limits = inference.model.current.predictor.id_limits
     ids: Sequence[IdInput] = () if signature is None else signature.ids
     dense: Sequence[DenseInput] = () if signature is None else signature.dense
     # Such a name could be a feature's own, or say how many IDs another has.
@@ -168,7 +169,7 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
     front.set_inputs(
         settings.name,
-        None if signature is None else [feature.name for feature in ids],
+        None if signature is None else [(f.name, limits.get(f.name, 0)) for f in ids],
         [(f.name, _DTYPE_NUMBERS[f.dtype], f.shape) for f in dense],
         signature is not None and is_plain and not signature.repeated,
         settings.allow_nonfinite,

@@ -213,15 +213,18 @@ std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
       new Front(std::move(options), std::move(queue), std::move(counts)));
 }
 
+using IdsTuple = std::tuple<std::string, uint64_t>;
 using DenseTuple = std::tuple<std::string, uint8_t, std::vector<int64_t>>;
 
 void SetInputs(Front& front, const std::string& model_name,
-               const std::optional<std::vector<std::string>>& ids,
+               const std::optional<std::vector<IdsTuple>>& ids,
                const std::vector<DenseTuple>& dense, bool by_name, bool allow_nonfinite) {
   auto inputs = std::make_shared<ModelInputs>();
   inputs->model_name = model_name;
   inputs->has_signature = ids.has_value();
-  if (ids.has_value()) inputs->ids = *ids;
+  for (const auto& [name, limit] : ids.value_or(std::vector<IdsTuple>())) {
+    inputs->ids.push_back({name, limit});
+  }
   for (const auto& [name, dtype, shape] : dense) {
     if (dtype >= kNumDtypes) {
       RaiseIfError(InvalidArgument("dense feature '", name, "' has the dtype number ", dtype));

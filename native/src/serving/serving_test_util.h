@@ -84,7 +84,7 @@ inline std::string RequestOf(std::string_view batch, std::string_view model = "m
 inline ModelInputs Inputs() {
   return {.model_name = "m",
           .has_signature = true,
-          .ids = {"user"},
+          .ids = {{"user"}},
           .dense = {{"age", 8, {1}}},
           .by_name = true,
           .allow_nonfinite = false};
