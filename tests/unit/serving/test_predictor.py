@@ -13,7 +13,9 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 from persia.errors import InvalidArgumentError
 from persia.pipeline.dense_ids import DenseIdReader
 from persia.serving.predictor import Predictor
+from persia.serving.server import _use_inputs
 from persia.storage.dense_slots import DenseSlots
+from persia.storage.signature import IdInput, Signature
 
 SLOTS = {"slots_config": {"user": {"dim": 2, "cardinality": 10, "placement": "dense"}}}
 
@@ -38,3 +40,15 @@ def test_ids_of_dense_slots_are_converted_once_a_batch() -> None:
     assert rows.shape == (2, 2)
     with pytest.raises(InvalidArgumentError, match="slot 'user' has the ID 10"):
         predictor.checked(batch_of(3, 10))
+
+
+def test_the_front_knows_the_limits_of_dense_slots() -> None:
+    model = FirstEmbedding()
+    DenseSlots.attach(model, parse_embedding_config(SLOTS), None)
+    names = ("item", "user")
+    signature = Signature(ids=tuple(IdInput(name=name, shape=(2,), raw=False) for name in names))
+    predictor = Predictor(model, Mock(), signature=signature)
+    inference, front = Mock(canary=None, request_log=None), Mock()
+    inference.model.signature, inference.model.current.predictor = signature, predictor
+    _use_inputs(front, inference)
+    assert front.set_inputs.call_args.args[1] == [("item", 0), ("user", 10)]
