@@ -20,7 +20,7 @@ namespace persia::serving {
 struct ModelInputs {
   struct Ids {
     std::string name;
-    uint64_t limit = 0;  // its IDs are below it; 0: any
+    uint64_t limit = 0;  // its IDs are less than this; 0: any
   };
   struct Dense {
     std::string name;
