@@ -92,8 +92,8 @@ class Predictor:
                 require_finite(feature.name, feature.data)
         # Before requests are merged: a wrong ID must fail its own.
         limits = self.id_limits
-        for feature in batch.id_type_features:
-            if feature.name in limits and feature.ids.max(initial=0) >= limits[feature.name]:
+        for ids in batch.id_type_features:
+            if ids.name in limits and ids.ids.max(initial=0) >= limits[ids.name]:
                 self._dense_ids(batch)  # raises, and names the ID
         return batch
 

@@ -290,9 +290,8 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
                 used = current
             # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
             ready = await asyncio.to_thread(model.not_ready) is None
-            state = health_pb2.HealthCheckResponse.SERVING
-            if not ready:
-                state = health_pb2.HealthCheckResponse.NOT_SERVING
+            codes = health_pb2.HealthCheckResponse
+            state = codes.SERVING if ready else codes.NOT_SERVING
             for name in ("", SERVICE, model.settings.name):
                 await states.set(name, state)
         except Exception:  # it must not end the reports, without a word
