@@ -115,6 +115,7 @@ class Trainer:
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self.stopping = EarlyStopping(metric, patience=patience, target=target)
         self._evaluated = 0  # the step of the last evaluation
+        self._waited_for_valid = 0.0  # seconds that evaluations of a `fit` waited for batches
         self._loaded: Mapping[str, Any] = {}  # by a recovery, for the next `fit`
         # Of the best evaluation and of the newest one: where checkpoints are.
         self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
