@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,14 @@ from persia import _native, observability, utils
 from persia.config import parse_embedding_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
+from persia.launcher import supervisor
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.pipeline.slot_rows import slot_signs
 from persia.security import identity
 from persia.security.secret import TRAINER, WORKER
 from persia.testing import LocalCluster, LocalNats
+from tests.preloaded import Preloaded
 
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
 os.environ["PERSIA_JOB_SECRET"] = f"persia1.job.{secrets.token_hex(32)}"
@@ -50,6 +52,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
             f"{count} tests were skipped for want of a Kubernetes API server or Prometheus: "
             "`./run extras` installs both, then run the tests again"
         )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded() -> Iterator[None]:
+    """Forks the processes of a `LocalCluster` from one that has imported torch: tests/preloaded.py."""
+    start = supervisor.start_process
+    with closing(Preloaded(start)) as process, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervisor, "start_process", process.start)
+        yield
 
 
 @pytest.fixture(autouse=True)
