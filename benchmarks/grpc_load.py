@@ -31,8 +31,6 @@ _LAST_S = 2.0  # for answers after the last request
 class Outcome:
     """What became of requests."""
 
-    num_sent: int = 0
-    num_failed: int = 0
     times_s: list[float] = field(default_factory=list)  # of those answered, from when each was due
     failed_s: list[float] = field(default_factory=list)  # of those refused, from when each was sent
 
@@ -87,7 +85,6 @@ class _Connection:
             self._out += _frame(_DATA, _END_STREAM if is_last else 0, stream, piece)
         self._window -= len(body)
         self._open[stream] = (due_s, time.perf_counter(), False)
-        self.outcome.num_sent += 1
 
     def move(self, wait_s: float) -> None:
         """Sends and receives what can be moved now, or within `wait_s`."""
@@ -132,7 +129,6 @@ class _Connection:
                 if has_message:
                     self.outcome.times_s.append(now - due_s)
                 else:
-                    self.outcome.num_failed += 1
                     self.outcome.failed_s.append(now - sent_s)
             elif kind == _DATA:
                 self._open[stream] = (due_s, sent_s, True)

@@ -71,7 +71,7 @@ class QueuedBatch:
         """All samples as one PersiaBatch."""
 
     def receivers(self) -> list[tuple[Any, int, int]]:
-        """(on_late, first sample, samples) of each request of Python, which the caller answers."""
+        """(on_failed, first sample, samples) of each request of Python, which the caller answers."""
 
     def answer(
         self,
@@ -90,9 +90,11 @@ class RequestQueue:
     def __init__(
         self, max_batch_size: int, max_delay_s: float, max_queued: int, num_threads: int
     ) -> None: ...
-    def submit(self, content: Buffer, timeout_s: float, on_late: Callable[[str], None]) -> QueuedRequest:
-        """`content`: of PersiaBatch.to_bytes. `on_late` is called, from any thread, if the request is not
-        computed in time."""
+    def submit(
+        self, content: Buffer, timeout_s: float, on_failed: Callable[[int, str], None]
+    ) -> QueuedRequest:
+        """`content`: of PersiaBatch.to_bytes. `on_failed` is called, from any thread, with gRPC's code and a
+        message if the request is not computed in time or its batch fails."""
 
     def next(self) -> QueuedBatch | None:
         """Waits for one; None: it is closed and empty."""
@@ -123,13 +125,14 @@ class ServingFront:
     def set_inputs(
         self,
         model_name: str,
-        ids: Sequence[str] | None,
+        ids: Sequence[tuple[str, int]] | None,
         dense: Sequence[tuple[str, int, Sequence[int]]],
         by_name: bool,
         allow_nonfinite: bool,
     ) -> None:
-        """What plain requests have. `ids` None: the model has no signature. `dense`: name, number of the
-        dtype in PersiaBatch.to_bytes, shape of a sample. `by_name`: tensors may be named like features."""
+        """What plain requests have. `ids`: each name, and the number that its IDs are below, 0 for any; None:
+        the model has no signature. `dense`: name, number of the dtype in PersiaBatch.to_bytes, shape of a
+        sample. `by_name`: tensors may be named like features."""
 
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:

@@ -93,6 +93,17 @@ class EvaluationBatches(Batches):
     requires_grad = False
 
 
+class HeldOutBatches:
+    def __len__(self) -> int:
+        return NUM_BATCHES
+
+    def read(self, first: int = 0) -> Iterator[int]:
+        yield from range(first, NUM_BATCHES)
+
+    def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
+        return make_batch(requires_grad=requires_grad)
+
+
 class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -132,6 +143,7 @@ def script(stage: Stage) -> None:
         "my_batches": Batches,
         "nullcontext": nullcontext,
         "torch": torch,
+        "valid": HeldOutBatches(),
     }
 
 

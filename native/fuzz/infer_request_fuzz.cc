@@ -10,7 +10,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   using namespace persia::serving;  // NOLINT: a program of its own
   static const ModelInputs inputs = {.model_name = "m",
                                      .has_signature = true,
-                                     .ids = {"user", "item"},
+                                     .ids = {{"user"}, {"item", 1000}},
                                      .dense = {{"age", 8, {1}}, {"price", 9, {-1}}},
                                      .by_name = true,
                                      .allow_nonfinite = false};
@@ -27,6 +27,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     persia::fuzz::Touch(feature.weights);
     if (feature.offsets.size() != samples.size() + size_t{1}) std::abort();
     if (feature.offsets.back() != feature.ids.size()) std::abort();
+    for (const uint64_t id : feature.ids) {
+      if (feature.name == "item" && id >= 1000) std::abort();
+    }
   }
   for (const auto& feature : samples.dense) {
     persia::fuzz::Touch(feature.values);

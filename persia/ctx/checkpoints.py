@@ -282,9 +282,9 @@ class CheckpointMethods:
             look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
             self._dense_slots.copy_from(known, look_up)
 
-    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
+    def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
         """Sets rows that a load has no values for: zeros, as servers answer without training."""
-        for name, first in (firsts or dict.fromkeys(slots.tables, 0)).items():
+        for name, first in firsts.items():
             slots.rows(name).detach()[first:] = 0
 
     def _on_rank_0(self, work: Callable[[], None]) -> None:
@@ -316,16 +316,21 @@ class TrainingCheckpointMethods(CheckpointMethods):
         found = super()._find_dense_slots()
         if found is None:
             return None
+        if self._slots is None:  # `fill` would replace what the servers answer, and train the rows here
+            raise FailedPreconditionError(
+                f"the model has the rows of {', '.join(found.tables)}, and the job's embedding config places "
+                "no slot in the dense model: make the model anew, or pass slots=..."
+            )
         if not found.has_values:  # else of a context before this one
             self._begin_rows(found)
         found.train_by(self.dense_optimizer)
         return found
 
     def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int] | None = None) -> None:
-        if self._slots is not None:
-            # Else some would be zeros, as admission is for rows on servers.
-            config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
-            slots.begin(self._slots, self.embedding_optimizer.train_config(config), firsts)
+        assert self._slots is not None, "a model with rows needs them"
+        # Else some would be zeros, as admission is for rows on servers.
+        config = dataclasses.replace(self.embedding_config, admit_probability=1.0, admit_after=1)
+        slots.begin(self._slots, self.embedding_optimizer.train_config(config), firsts)
 
     def dump_checkpoint(  # type: ignore[override]  # the published names differ between the contexts
         self,

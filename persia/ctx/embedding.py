@@ -118,7 +118,11 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         # `DataLoader` and contexts entered inside this one find them.
         self._members = (self.runtime, self._pipeline)
         with self._closed_on_error():
-            self._dense_slots = self._find_dense_slots() or self.runtime.dense_slots
+            self._dense_slots, outer = self._find_dense_slots(), self.runtime.dense_slots
+            if self._dense_slots is None and outer is not None and (model is None or outer.is_part_of(model)):
+                self._dense_slots = outer
+            if self._dense_slots is not None:
+                self._pipeline.dense_ids = self._dense_slots.reader
             self.runtime.dense_slots = self.runtime.dense_slots or self._dense_slots
             self._pipeline.show()
 
@@ -151,7 +155,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
             reached = batch.reached  # not the batch: it is released when the script drops it
             for embedding in embeddings:
                 if embedding.requires_grad:
-                    embedding.register_hook(lambda _: reached.add(True))  # type: ignore[no-untyped-call]
+                    embedding.register_hook(lambda _: reached.set())  # type: ignore[no-untyped-call]
         dense_tensors, embeddings = self._arranged(batch, dense_tensors, embeddings)
         wants_labels = self.preprocess_mode is not PreprocessMode.INFERENCE
         return dense_tensors, embeddings, batch.consume_all_label_tensors() if wants_labels else None
@@ -163,7 +167,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         """
         dense_slots = () if self._slots is None else self._slots.dense_slots
         looked_up = {name for name, _ in batch.leaves if name not in dense_slots}
-        missing = [name for name in batch.names if name not in looked_up | batch.dense_ids.keys()]
+        known = looked_up | batch.dense_ids.keys()
+        missing = [name for name in batch.names if name not in known]
         if missing:
             raise FailedPreconditionError(
                 f"the rows of {', '.join(missing)} are in the dense model, and the context has none with "

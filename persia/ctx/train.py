@@ -25,6 +25,7 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.checks import at_least, type_name
 from persia.embedding.optim import Optimizer
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError
+from persia.job.batch_pipeline import BatchPipeline
 from persia.job.embedded import GlobalSource, SlotsSource
 from persia.job.lost_rows import OnLostRows, RowsGuard
 from persia.logger import get_default_logger, set_role
@@ -32,7 +33,6 @@ from persia.messaging.subjects import NN_WORKER
 from persia.packets.writer import PacketWriter
 from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import PersiaTrainingBatch
-from persia.pipeline.counters import CounterValues
 from persia.pipeline.gradients import BackwardPass, GradientHook
 from persia.pipeline.staleness import Consistency
 from persia.storage import dense
@@ -123,8 +123,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             global_config=global_config,
             backend=backend,
         )
-        self._has_forwarded = self._in_backward = False  # forwarded: a batch that was made for training
-        self._has_backward = False  # was called
+        self._in_backward = False
         self._inputs = TrainedInputs(self.world_size)
         self.step = 0  # batches that this rank has trained, and those before the checkpoint that it loaded
         self._dump_requests = TrainingDumps(self.dump_checkpoint)
@@ -187,8 +186,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         mistake = None
-        if error is None and not self._has_backward:
-            mistake = _untrained(self.counters, self._pipeline.num_looked_up, self._has_forwarded)
+        if error is None and not self._backward.has_run:
+            mistake = _untrained(self._pipeline, self._backward.has_forwarded_of_loop)
         if mistake is not None:
             kind, error = type(mistake), mistake
         try:
@@ -230,7 +229,6 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             self._periodic.before_batch()
         prepared = super().prepare_features(batch)
         self._backward.forwarded(batch)
-        self._has_forwarded = self._has_forwarded or batch.lease is not None
         return prepared
 
     def _arranged(
@@ -264,13 +262,13 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         batch = self.current_batch
         # Batches without gradients between others are frozen on purpose. Where there are no others, the
         # loader was meant to make them for training.
-        if batch is not None and batch.lease is None and not self._has_forwarded:
+        if batch is not None and batch.lease is None and not self._backward.has_forwarded:
             raise FailedPreconditionError(
                 f"batch {batch.batch_id} was made with requires_grad=False, so its embeddings get no "
                 "gradients: make it with PersiaBatch(..., requires_grad=True); to evaluate it leave backward "
                 "out, and to train the dense model alone call loss.backward() and step its optimizer"
             )
-        self._in_backward = self._has_backward = True
+        self._in_backward = True
         try:
             scaled_loss = self._backward.run(loss, batch, self.dense_optimizer)
         finally:
@@ -342,16 +340,15 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         return self._consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
 
 
-def _untrained(
-    counts: CounterValues, num_looked_up: int, has_forwarded: bool
-) -> FailedPreconditionError | None:
+def _untrained(pipeline: BatchPipeline, has_forwarded: bool) -> FailedPreconditionError | None:
     """The error of a context that has forwarded batches of its loops, and trained none.
 
     Batches that the script looks up itself do not count: it may only look at them, as handlers of requests in
     the published system do. Nor do those that have failed, which was told. A loop without a forward is only
     warned of: a job that has ended and is started again leaves it at the first batch.
     """
-    num_batches = counts.batches_received - num_looked_up - counts.batches_failed
+    counts = pipeline.counters.snapshot()
+    num_batches = counts.batches_received - pipeline.num_looked_up - counts.batches_failed
     if num_batches <= 0:
         return None
     remedy = (

@@ -25,6 +25,7 @@ from persia.observability.sources import NnWorkerSource
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
+from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import lane_of
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lookup import (
@@ -77,12 +78,13 @@ class BatchPipeline:
         self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
-        self.num_looked_up = 0  # batches that the script has looked up itself
+        self.num_looked_up = 0  # batches that the script has looked up itself, without those that failed
         self._stream: StreamReceiver | None = None
         self._last_words: _LastWords | None = None
         self._step: Callable[[], int] = lambda: 0
         self.trained = DataPosition()  # when this run began
         self.check_rows: Callable[[], None] = lambda: None  # raises RowsLostError
+        self.dense_ids: DenseIdReader | None = None  # of slots in the dense model of the context
 
     @property
     def training(self) -> bool:
@@ -196,8 +198,10 @@ class BatchPipeline:
         self.check_rows()
         service = self._lookup_service(self._stages(None), device, ahead=False)
         self.count_received()  # what fails before is not counted
-        self.num_looked_up += 1
-        return service.look_up(pending_from(batch, 0), lambda: None)
+        looked_up = service.look_up(pending_from(batch, 0), lambda: None)
+        self.num_looked_up += 1  # a failed one is counted as failed
+        looked_up.is_of_loop = False
+        return looked_up
 
     def count_received(self) -> None:
         self.counters.add(batches_received=1)
@@ -303,12 +307,11 @@ class BatchPipeline:
         self, stages: list[LookupStage], device: torch.device | None, *, ahead: bool
     ) -> LookupService:
         first, in_step = first_slots(stages, ahead=ahead), slots_in_step(stages)
-        dense_slots = self.runtime.dense_slots
         return LookupService(
             *(self.backend, self.reaper, self.counters, device, self.training, first, in_step),
             lane_of(device),
             served_slots(self.backend.slot_modes),
-            None if dense_slots is None else dense_slots.reader,
+            self.dense_ids,
         )
 
     def _give_up_superseded(self, pending: PendingBatch) -> None:

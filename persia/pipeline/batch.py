@@ -12,6 +12,7 @@ rows [num_rows, dim], so that autograd sums the gradient over the places a row i
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,7 @@ class PersiaTrainingBatch:
     dense: DenseSection
     result: LookupResult
     lease: BatchLease | None  # None: no gradient is expected
+    is_of_loop: bool = True  # False: the script has looked it up itself
     ready_ns: int = 0  # `time.monotonic_ns()` when the lookups ahead of the loop were done
     # The lookups of the slots that are absent from `result`: deferred stages, and the synchronous one.
     deferred: list[LookupResult] = dataclasses.field(default_factory=list)
@@ -54,8 +56,8 @@ class PersiaTrainingBatch:
     find_synchronous: Callable[[], LookupResult] | None = None
     # Of slots in the dense model, which are absent from the lookups.
     dense_ids: Mapping[str, DenseIds] = dataclasses.field(default_factory=dict)
-    # Not empty: a backward pass has reached the embeddings of a batch that has only such slots, so no leaf.
-    reached: set[bool] = dataclasses.field(default_factory=set)
+    # Set: a backward pass has reached the embeddings of a batch that has only such slots, so no leaf.
+    reached: threading.Event = dataclasses.field(default_factory=threading.Event)
     # The leaves whose gradients `backward` returns; created with the embedding tensors.
     leaves: list[tuple[str, torch.Tensor]] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)  # of the embedding tensors

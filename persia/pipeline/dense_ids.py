@@ -34,6 +34,15 @@ class DenseTable:
     dim: int
     scaling: str  # "", "sqrt" or "mean"
 
+    def check(self, name: str, ids: NDArray[np.uint64]) -> None:
+        """InvalidArgumentError: an ID of the slot `name` is beyond its rows."""
+        if len(ids) and (greatest := ids.max()) >= self.cardinality:
+            raise InvalidArgumentError(
+                f"slot {name!r} has the ID {greatest}, and its IDs must be below its cardinality of "
+                f"{self.cardinality}, as it is placed in the dense model: raise the cardinality, or choose "
+                "placement: servers"
+            )
+
 
 _Features = Iterable[tuple[str, NDArray[np.uint64], NDArray[np.uint32], NDArray[np.float32] | None]]
 
@@ -64,12 +73,7 @@ def _converted(
     offsets: NDArray[np.uint32],
     weights: NDArray[np.float32] | None,
 ) -> DenseIds:
-    if len(ids) and (greatest := ids.max()) >= table.cardinality:
-        raise InvalidArgumentError(
-            f"slot {name!r} has the ID {greatest}, and its IDs must be below its cardinality of "
-            f"{table.cardinality}, as it is placed in the dense model: raise the cardinality, or choose "
-            "placement: servers"
-        )
+    table.check(name, ids)
     bounds = offsets.astype(np.int64)
     return DenseIds(
         torch.from_numpy(ids.view(np.int64)),

@@ -64,6 +64,8 @@ class BackwardPass:
     ) -> None:
         self.scaler = scaler
         self.accumulating = False
+        # A backward was begun; batches that were made for training were forwarded, of a loop or any.
+        self.has_run = self.has_forwarded_of_loop = self.has_forwarded = False
         self._sender = sender
         self._scale_factor = scale_factor
         self.num_ranks = num_ranks
@@ -78,6 +80,9 @@ class BackwardPass:
 
     def forwarded(self, batch: PersiaTrainingBatch) -> None:
         """The loss may depend on `batch`."""
+        if batch.lease is not None:
+            self.has_forwarded = True
+            self.has_forwarded_of_loop = self.has_forwarded_of_loop or batch.is_of_loop
         self._forwarded = [ref for ref in self._forwarded if ref() is not None]
         self._forwarded.append(weakref.ref(batch))  # read by `_send_gradients`, at the next backward
 
@@ -85,6 +90,7 @@ class BackwardPass:
         self, loss: torch.Tensor, current: PersiaTrainingBatch | None, optimizer: torch.optim.Optimizer
     ) -> torch.Tensor:
         """Returns the scaled loss. `current`: the batch forwarded last, which must have its gradients now."""
+        self.has_run = True
         self._sender.check()
         if current is not None:
             current.check_not_given_up()
@@ -109,7 +115,7 @@ class BackwardPass:
             # No lease: looked up without gradients, for example by an evaluation in between.
             if batch is None or batch.lease is None:
                 continue
-            reached = batch.reached or any(leaf.grad is not None for _, leaf in batch.leaves)
+            reached = batch.reached.is_set() or any(leaf.grad is not None for _, leaf in batch.leaves)
             if not reached and batch is not current:
                 left.append(reference)  # its own backward may follow
                 continue

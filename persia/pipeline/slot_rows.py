@@ -9,8 +9,8 @@ from persia.config import SlotsConfig
 from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
 
 
-def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The signs uint64 [n] of `ids` uint64 [n] in the slot `name`: `id mod (2^(64-bits) - 1) + prefix`.
+def check_ids(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> None:
+    """Checks `ids` uint64 [n] of the slot `name`.
 
     Raises NotFoundError for an unknown slot, InvalidArgumentError for one with a hash stack, whose IDs share
     rows, and InvalidTypeError for another dtype than uint64.
@@ -25,6 +25,14 @@ def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArra
     if not isinstance(ids, np.ndarray) or ids.dtype != np.uint64 or ids.ndim != 1:
         what = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, np.ndarray) else type(ids).__name__
         raise InvalidTypeError(f"ids of slot {name} are {what}: pass a numpy array of uint64 [n]")
+
+
+def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The signs uint64 [n] of `ids` uint64 [n] in the slot `name`: `id mod (2^(64-bits) - 1) + prefix`.
+
+    Raises what `check_ids` raises.
+    """
+    check_ids(slots, name, ids)
     # The modulus is 2^bits - 1 and not 2^bits, as in the native worker: an ID keeps the influence of all its
     # bits, and both must compute the same sign or the rows written here are never found.
     num_id_bits = 64 - slots.feature_index_prefix_bit
@@ -36,7 +44,7 @@ def slot_signs(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> NDArra
 def checked_rows(
     slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
 ) -> NDArray[np.float32]:
-    """The rows as float32 [n, dim], of `ids` that `slot_signs` accepts.
+    """The rows as float32 [n, dim], of `ids` that `check_ids` accepts.
 
     InvalidArgumentError: another shape.
     """

@@ -36,13 +36,15 @@ class BatchingOptions:
 
 @dataclass
 class _Submitted:
-    """A request of Python. The queue calls it when its deadline has passed."""
+    """A request of Python. The queue calls it when its deadline has passed, or its batch has failed."""
 
     future: Future[Prediction] = field(default_factory=Future)
 
-    def __call__(self, message: str) -> None:
-        if self.acquire():
-            self.future.set_exception(DeadlineExceededError(message))
+    def __call__(self, code: int, message: str) -> None:
+        # It has its answer where the thread that computes could say more exactly what failed.
+        if not self.future.done() and self.acquire():
+            is_late = code == CODES["DEADLINE_EXCEEDED"]
+            self.future.set_exception((DeadlineExceededError if is_late else InternalError)(message))
 
     def acquire(self) -> bool:
         """False: its caller has cancelled it. From here on it cannot, so its result is set exactly once."""
@@ -122,9 +124,9 @@ class Batcher:
                     self._answer(part)
                 return
             error = _error_of(failure)
-            batch.fail(CODES[status_of(error)[0]], message_of(error))
             for receiver, _, _ in receivers:
                 receiver.future.set_exception(error)
+            batch.fail(CODES[status_of(error)[0]], message_of(error))
         else:
             for receiver, begin, size in receivers:
                 own = [output[begin : begin + size] for output in answer.outputs]

@@ -68,6 +68,12 @@ class Predictor:
         self._takes_names = takes_names(model)
         self._allow_nonfinite = allow_nonfinite
 
+    @property
+    def id_limits(self) -> dict[str, int]:
+        """What the IDs of slots in the dense model are below."""
+        tables = {} if self._dense_slots is None else self._dense_slots.tables
+        return {name: table.cardinality for name, table in tables.items()}
+
     def predict(self, batch: PersiaBatch) -> list[NDArray[Any]]:
         """The model's outputs, each [batch_size, ...], of the model's dtype (bfloat16 becomes float32).
 
@@ -84,13 +90,16 @@ class Predictor:
         if not self._allow_nonfinite:
             for feature in batch.non_id_type_features:
                 require_finite(feature.name, feature.data)
-        self._dense_ids(batch)  # before requests are merged: a wrong ID must fail its own
+        # Before requests are merged: a wrong ID must fail its own.
+        limits = self.id_limits
+        for ids in batch.id_type_features:
+            if ids.name in limits and ids.ids.max(initial=0) >= limits[ids.name]:
+                self._dense_ids(batch)  # raises, and names the ID
         return batch
 
     def _dense_ids(self, batch: PersiaBatch) -> dict[str, DenseIds]:
         """Of slots in the dense model. InvalidArgumentError: an ID beyond its slot."""
-        if self._dense_slots is None:
-            return {}
+        assert self._dense_slots is not None, "the caller has looked"
         features = ((f.name, f.ids, f.offsets, f.weights) for f in batch.id_type_features)
         return self._dense_slots.reader.convert(features)
 

@@ -40,6 +40,7 @@ from persia.serving.statistics import ServingSource, ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.signature import DenseInput, IdInput
 
+_DTYPE_NUMBERS = {dtype.name: number for number, dtype in enumerate(DTYPES)}
 _HEALTH_INTERVAL_S = 1.0
 _MAX_UNQUEUED = 256  # calls that are read, computed, answered or about health, beside those that are queued
 _CONNECT_S = 5.0
@@ -160,6 +161,7 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     if inference.canary is not None or inference.request_log is not None:
         return
     settings, signature = inference.model.settings, inference.model.signature
+    limits = inference.model.current.predictor.id_limits
     ids: Sequence[IdInput] = () if signature is None else signature.ids
     dense: Sequence[DenseInput] = () if signature is None else signature.dense
     # Such a name could be a feature's own, or say how many IDs another has.
@@ -167,8 +169,8 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
     is_plain = not any(name.endswith((".lengths", ".weights")) for name in names)
     front.set_inputs(
         settings.name,
-        None if signature is None else [feature.name for feature in ids],
-        [(f.name, [dtype.name for dtype in DTYPES].index(f.dtype), f.shape) for f in dense],
+        None if signature is None else [(f.name, limits.get(f.name, 0)) for f in ids],
+        [(f.name, _DTYPE_NUMBERS[f.dtype], f.shape) for f in dense],
         signature is not None and is_plain and not signature.repeated,
         settings.allow_nonfinite,
     )
@@ -279,14 +281,19 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
 async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
     """Reports health of the server as a whole (""), and by the names of the service and of the model."""
     model = inference.model
+    used = None  # the version whose inputs the front knows
     while True:
-        # Requests that the front reads by the features of the version before are checked again.
-        _use_inputs(front, inference)
-        # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
-        ready = await asyncio.to_thread(model.not_ready) is None
-        state = (
-            health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        )
-        for name in ("", SERVICE, model.settings.name):
-            await states.set(name, state)
+        try:
+            if (current := model.current) is not used:
+                # Requests that the front reads by the features of the version before are checked again.
+                _use_inputs(front, inference)
+                used = current
+            # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
+            ready = await asyncio.to_thread(model.not_ready) is None
+            codes = health_pb2.HealthCheckResponse
+            state = codes.SERVING if ready else codes.NOT_SERVING
+            for name in ("", SERVICE, model.settings.name):
+                await states.set(name, state)
+        except Exception:  # it must not end the reports, without a word
+            get_default_logger().exception("cannot report the health of %s: it is tried again", SERVICE)
         await asyncio.sleep(_HEALTH_INTERVAL_S)

@@ -20,8 +20,9 @@ from torch import nn
 from persia import _native
 from persia.config import SlotsConfig
 from persia.errors import ConfigError, FailedPreconditionError, InvalidArgumentError
+from persia.pipeline.batch import to_device
 from persia.pipeline.dense_ids import DenseIdReader, DenseIds, DenseTable
-from persia.pipeline.slot_rows import checked_rows, slot_signs
+from persia.pipeline.slot_rows import check_ids, checked_rows
 from persia.storage.dense import innermost
 
 if TYPE_CHECKING:
@@ -94,6 +95,10 @@ class DenseSlots:
             )
         return found
 
+    def is_part_of(self, model: nn.Module) -> bool:
+        """Whether `model` has the module with these rows, such as a wrapper around the user's model."""
+        return any(module is self._module for module in model.modules())
+
     def rows(self, name: str) -> nn.Parameter:
         """[cardinality, dim]"""
         rows: nn.Parameter = getattr(self._module, _attribute(name))
@@ -103,16 +108,16 @@ class DenseSlots:
         self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
     ) -> None:
         """Writes rows [n, dim] of `ids` [n], checked as for servers. No ID may be beyond the slot."""
-        slot_signs(slots, name, ids)
+        check_ids(slots, name, ids)
+        self.tables[name].check(name, ids)
         values = checked_rows(slots, name, ids, rows)
         if not np.isfinite(values).all():
             raise InvalidArgumentError(f"rows of slot {name} have NaN or Inf: set finite ones")
-        offsets = np.array([0, len(ids)], np.uint32)
-        places = self.reader.convert([(name, ids, offsets, None)])[name].ids
         with torch.no_grad():
             self._module.has_values, self.is_initial = True, False
             table = self.rows(name)
-            table[places.to(table.device)] = torch.from_numpy(values).to(table)
+            places = torch.from_numpy(ids.astype(np.int64)).to(table.device)
+            table[places] = torch.from_numpy(values).to(table)
 
     def begin(self, slots: SlotsConfig, config: TrainConfig, firsts: Mapping[str, int] | None = None) -> None:
         """Sets rows to the initial values that servers with this config would give them.
@@ -120,11 +125,10 @@ class DenseSlots:
         `firsts`: the slots and the first row of each; None: all.
         """
         self._module.has_values, self.is_initial = True, firsts is None
-        size = sum(table.cardinality for table in self.tables.values())
         client = _native.EmbeddedClient(
             slots=slots.native_slots(),
             feature_index_prefix_bit=slots.feature_index_prefix_bit,
-            capacity=max(size, 1024),
+            capacity=_IDS_AT_A_TIME,  # a block is copied before the next one evicts it
             num_internal_shards=1,
         )
         client.configure(config)
@@ -138,7 +142,6 @@ class DenseSlots:
             for block, found in self._looked_up(name, look_up, first):
                 block.copy_(found)
 
-    @torch.no_grad()
     def copy_from(self, names: Sequence[str], look_up: Callable[[bytes], LookupResult]) -> None:
         """Takes over the rows of these slots as `look_up` of ID features finds them.
 
@@ -173,7 +176,7 @@ class DenseSlots:
     def _embed(self, name: str, ids: DenseIds) -> torch.Tensor:
         rows = self.rows(name)
         places, offsets, weights, factors = (
-            None if part is None else part.to(rows.device, non_blocking=True) for part in ids
+            None if part is None else to_device(part, rows.device) for part in ids
         )
         assert places is not None, "only weights and factors may be None"
         sums = nn.functional.embedding_bag(
@@ -265,7 +268,8 @@ class DenseSlotsOptimizer:
             return value
         begin = 0.0
         if setting := _FIRST_STATES.get(key):  # else Rprop would never train them
-            begin = self._optimizer.param_groups[0].get(setting, 0.0)
+            groups = zip(self._names(), self._optimizer.param_groups, strict=True)
+            begin = next(group.get(setting, 0.0) for names, group in groups if name in names)
         return torch.cat([value, value.new_full((num_rows - cardinality, *value.shape[1:]), begin)])
 
     def _names(self) -> list[list[str | None]]:
@@ -295,17 +299,15 @@ class DenseMoves:
 
     def adapt(self, state: dict[str, Any]) -> dict[str, Any]:
         """A saved state of the model, made one of this model. ConfigError: a slot has fewer rows now."""
-        own = {}
+        own: dict[str, tuple[str, torch.Tensor]] = {}
         if self._slots is not None:
-            own = {_key(name): name for name in self._slots.tables}
+            own = {_key(name): (name, self._slots.rows(name).detach()) for name in self._slots.tables}
             self._slots.is_initial = False
         saved = {key for key in state if key.startswith(f"{MODULE_NAME}.")}
         self._saved = {key: state[key] for key in saved - own.keys()}
-        self.from_servers = [name for key, name in own.items() if key not in saved]
+        self.from_servers = [name for key, (name, _) in own.items() if key not in saved]
         kept = {key: value for key, value in state.items() if key not in self._saved}
-        for key, name in own.items():
-            assert self._slots is not None, "it has the slots"
-            rows = self._slots.rows(name).detach()
+        for key, (name, rows) in own.items():
             found = state.get(key, rows[:0])
             if found.shape[1] != rows.shape[1] or len(found) > len(rows):
                 raise ConfigError(

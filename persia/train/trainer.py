@@ -220,9 +220,11 @@ class Trainer:
 
     def _evaluate(self, ctx: TrainCtx, end: int) -> None:
         """Evaluates and writes a checkpoint. All ranks call it, at the same step; the last step is `end`."""
-        wait_for_updates(ctx)  # no row changes until all train again
         self._evaluated, self._has_best = ctx.step, False
-        if self.valid is not None:
+        # Both wait for the updates of all ranks: no row changes until all train again.
+        if self.valid is None:
+            wait_for_updates(ctx)
+        else:
             quality = self.evaluate(ctx, self.valid)
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)

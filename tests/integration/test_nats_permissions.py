@@ -187,7 +187,7 @@ def test_the_credential_of_a_role_is_enough_for_it_and_for_no_other(nats_server,
         session.connect(DEADLINE_S)
 
 
-def test_a_session_ends_when_its_broker_comes_back_with_another_secret(job_name, monkeypatch):
+def test_a_session_ends_when_its_broker_comes_back_with_another_secret(job_name):
     with LocalNats() as broker, NatsSession(broker.url, job_name, name="client", role=LOADER) as session:
         session.connect(DEADLINE_S)
         (process,) = broker._supervisor.processes

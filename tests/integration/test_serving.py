@@ -135,14 +135,33 @@ def tensor(message: bytes, datatype: str = "BYTES", shape: tuple[int, ...] = (1,
     return made
 
 
+@contextlib.contextmanager
+def no_job() -> Iterator[None]:
+    """The environment of a process that belongs to no job."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
+            patch.delenv(name, raising=False)
+        env.reload_env()
+        yield
+    env.reload_env()
+
+
+@contextlib.contextmanager
+def one_model(folder: Path) -> Iterator[Served]:
+    """A server for all tests of a module."""
+    with no_job():
+        (folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
+        dump(folder / "model", factor=2.0, step=7)
+        config = str(folder / "embedding_config.yml")
+        served = Served(folder, str(folder / "model"), "--embedding-config", config)
+        yield served
+        assert served.stop() == 0
+
+
 @pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
-        monkeypatch.delenv(name, raising=False)
-    env.reload_env()
-    yield
-    monkeypatch.undo()
-    env.reload_env()
+def no_cluster() -> Iterator[None]:
+    with no_job():
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import random
 import subprocess
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -229,7 +228,7 @@ def curl(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_curl_and_the_binary_extension(served: Served, tmp_path: Path) -> None:
+def test_curl_and_the_binary_extension(served: Served) -> None:
     body = {"id": "r", "inputs": [as_json(name, array) for name, array in {**DENSE, **IDS}.items()]}
     url = f"http://{served.http}/v2/models/m/infer"  # type: ignore[attr-defined]
     answer = curl("-d", json.dumps(body), url)

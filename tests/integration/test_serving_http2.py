@@ -13,12 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-import yaml
 
-from persia import env
 from persia.serving.protocol import message
 
-from .test_serving import SLOTS, START_S, Served, dump, make_batch
+from .test_serving import START_S, Served, make_batch, one_model
 
 GOOD = make_batch([10, 20, 99], dense=0.5)
 EXPECTED = ("7", [6.5, 14.5, 0.5])
@@ -30,18 +28,8 @@ END_STREAM, END_HEADERS = 1, 4
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    patch = pytest.MonkeyPatch()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
-        patch.delenv(name, raising=False)
-    env.reload_env()
-    folder = tmp_path_factory.mktemp("http2")
-    (folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
-    dump(folder / "model", factor=2.0, step=7)
-    served = Served(folder, str(folder / "model"), "--embedding-config", str(folder / "embedding_config.yml"))
-    yield served
-    assert served.stop() == 0
-    patch.undo()
-    env.reload_env()
+    with one_model(tmp_path_factory.mktemp("http2")) as served:
+        yield served
 
 
 def request() -> bytes:

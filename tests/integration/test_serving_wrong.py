@@ -9,13 +9,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import yaml
 
-from persia import env
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, NonIDTypeFeature, PersiaBatch
 from persia.serving.protocol import message
 
-from .test_serving import SLOTS, Served, dump, make_batch
+from .test_serving import Served, make_batch, one_model
 
 GOOD = make_batch([10, 20, 99], dense=0.5)
 FINE = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}
@@ -24,18 +22,8 @@ Ask = Callable[[bytes], tuple[grpc.StatusCode, str]]
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    patch = pytest.MonkeyPatch()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
-        patch.delenv(name, raising=False)
-    env.reload_env()
-    folder = tmp_path_factory.mktemp("wrong")
-    (folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
-    dump(folder / "model", factor=2.0, step=7)
-    served = Served(folder, str(folder / "model"), "--embedding-config", str(folder / "embedding_config.yml"))
-    yield served
-    served.stop()
-    patch.undo()
-    env.reload_env()
+    with one_model(tmp_path_factory.mktemp("wrong")) as served:
+        yield served
 
 
 @pytest.fixture

@@ -27,12 +27,6 @@ py::tuple BoundsInSeconds() {
   return bounds;
 }
 
-// Python's time.monotonic_ns() and std::chrono::steady_clock are one clock (CLOCK_MONOTONIC), so
-// spans of both can be recorded together.
-DurationStats::TimePoint ToTime(uint64_t ns) {
-  return DurationStats::TimePoint(std::chrono::nanoseconds(ns));
-}
-
 void Record(DurationStats& self, uint64_t begin_ns, uint64_t end_ns, uint64_t reference,
             uint64_t batch_id) {
   self.Record(ToTime(begin_ns), ToTime(end_ns), reference, batch_id);

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <chrono>
 #include <span>
 #include <vector>
 
@@ -11,6 +12,12 @@
 #include "bindings/errors.h"
 
 namespace persia::bindings {
+
+// Python's time.monotonic_ns() and std::chrono::steady_clock are one clock (CLOCK_MONOTONIC), so
+// spans of both can be recorded together.
+inline DurationStats::TimePoint ToTime(uint64_t ns) {
+  return DurationStats::TimePoint(std::chrono::nanoseconds(ns));
+}
 
 // {name: (count of each bucket, sum [s], last [s])}
 pybind11::dict DurationsToDict(std::span<const DurationStats* const> durations);

@@ -25,7 +25,7 @@ namespace {
 
 namespace py = pybind11;
 using namespace persia::serving;  // NOLINT: this file binds that layer
-using serving::Clock;
+using net::Clock;
 
 std::chrono::nanoseconds Nanoseconds(double seconds) {
   // 30 years: so that times that are added to it are still times.
@@ -33,8 +33,6 @@ std::chrono::nanoseconds Nanoseconds(double seconds) {
   const double bounded = seconds > 0 ? std::min(seconds, kMax) : 0;  // none for what is no number
   return std::chrono::nanoseconds(static_cast<int64_t>(bounded * 1e9));
 }
-
-Clock::time_point ToTime(uint64_t ns) { return Clock::time_point(std::chrono::nanoseconds(ns)); }
 
 uint64_t ToNs(Clock::time_point time) {
   return static_cast<uint64_t>(
@@ -47,54 +45,49 @@ py::bytes BytesOf(std::span<const std::byte> bytes) {
 
 // ---- the queue
 
-// A request of Python. Its batch's thread answers it in Python; the queue tells it only that its
-// time has passed.
+// A request of Python. Its batch's thread answers it in Python; the queue tells it only that it has
+// failed.
 class PythonRequest : public Waiting {
  public:
-  PythonRequest(Samples samples, Clock::time_point deadline, py::object on_late)
-      : Waiting(std::move(samples), deadline), on_late_(std::move(on_late)) {}
+  PythonRequest(Samples samples, Clock::time_point deadline, py::object on_failed)
+      : Waiting(std::move(samples), deadline), on_failed_(std::move(on_failed)) {}
   ~PythonRequest() override {
     const GilAcquired gil;
-    on_late_ = py::object();
+    on_failed_ = py::object();
   }
 
   void Answer(const Prediction&, uint32_t) override {}
-  void Fail(GrpcCode, const std::string& message) override {
-    if (is_taken_) return;
+  void Fail(GrpcCode code, const std::string& message) override {
     const GilAcquired gil;
     try {
-      on_late_(message);
+      on_failed_(static_cast<uint32_t>(code), message);
     } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("a request that was late");
+      error.discard_as_unraisable("a request that failed");
     }
   }
-  // Its batch is with Python.
-  const py::object& Take() {
-    is_taken_ = true;
-    return on_late_;
-  }
+  const py::object& on_failed() const { return on_failed_; }
 
  private:
-  py::object on_late_;
-  bool is_taken_ = false;
+  py::object on_failed_;
 };
 
 std::shared_ptr<Waiting> Submit(RequestQueue& queue, const py::buffer& content,
-                                Clock::time_point deadline, py::object on_late) {
+                                Clock::time_point deadline, py::object on_failed) {
   const BytesArgument bytes(content, "content");
-  Samples samples = ValueOrRaise(DecodeSamples(bytes.bytes()));
-  auto request = std::make_shared<PythonRequest>(std::move(samples), deadline, std::move(on_late));
+  Samples samples = ValueOrRaise(WithoutGil([&] { return DecodeSamples(bytes.bytes()); }));
+  auto request =
+      std::make_shared<PythonRequest>(std::move(samples), deadline, std::move(on_failed));
   ToPython(WithoutGil([&] { return queue.Submit(request); }));
   return request;
 }
 
-// (on_late, first sample, samples) of each request of Python
+// (on_failed, first sample, samples) of each request of Python
 py::list Receivers(Batch& batch) {
   py::list receivers;
   uint32_t begin = 0;
   for (const auto& request : batch.requests()) {
     if (auto* own = dynamic_cast<PythonRequest*>(request.get()); own != nullptr) {
-      receivers.append(py::make_tuple(own->Take(), begin, request->size()));
+      receivers.append(py::make_tuple(own->on_failed(), begin, request->size()));
     }
     begin += request->size();
   }
@@ -152,7 +145,7 @@ void BindQueue(py::module_& module) {
            }),
            py::arg("max_batch_size"), py::arg("max_delay_s"), py::arg("max_queued"),
            py::arg("num_threads"))
-      .def("submit", &Submit, py::arg("content"), py::arg("timeout_s"), py::arg("on_late"))
+      .def("submit", &Submit, py::arg("content"), py::arg("timeout_s"), py::arg("on_failed"))
       .def(
           "next", [](RequestQueue& self) { return WithoutGil([&] { return self.Next(); }); },
           py::keep_alive<0, 1>())
@@ -193,11 +186,12 @@ struct DeleteWithoutGil {
 };
 
 std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
-    std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts, double timeout_s,
-    uint64_t max_message_bytes, uint32_t max_calls, const std::optional<py::bytes>& token_digest,
+    std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts,
+    std::chrono::milliseconds timeout, uint64_t max_message_bytes, uint32_t max_calls,
+    const std::optional<py::bytes>& token_digest,
     const std::optional<std::tuple<std::string, std::string, std::string>>& tls) {
   FrontOptions options;
-  options.timeout = Nanoseconds(timeout_s);
+  options.timeout = timeout;
   options.grpc.max_message_bytes = max_message_bytes;
   // A few of the largest always fit.
   options.grpc.max_held_bytes = std::max(options.grpc.max_held_bytes, 4 * max_message_bytes);
@@ -219,15 +213,18 @@ std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
       new Front(std::move(options), std::move(queue), std::move(counts)));
 }
 
+using IdsTuple = std::tuple<std::string, uint64_t>;
 using DenseTuple = std::tuple<std::string, uint8_t, std::vector<int64_t>>;
 
 void SetInputs(Front& front, const std::string& model_name,
-               const std::optional<std::vector<std::string>>& ids,
+               const std::optional<std::vector<IdsTuple>>& ids,
                const std::vector<DenseTuple>& dense, bool by_name, bool allow_nonfinite) {
   auto inputs = std::make_shared<ModelInputs>();
   inputs->model_name = model_name;
   inputs->has_signature = ids.has_value();
-  if (ids.has_value()) inputs->ids = *ids;
+  for (const auto& [name, limit] : ids.value_or(std::vector<IdsTuple>())) {
+    inputs->ids.push_back({name, limit});
+  }
   for (const auto& [name, dtype, shape] : dense) {
     if (dtype >= kNumDtypes) {
       RaiseIfError(InvalidArgument("dense feature '", name, "' has the dtype number ", dtype));

@@ -64,13 +64,14 @@ void ReportRefusal(const std::string& peer, Role role, std::string_view method,
       {.peer = peer, .role = role, .method = std::string(method), .outcome = "refused: " + reason});
 }
 
-void WarnOperator(const std::string& line) {
+bool WarnOperator(const std::string& line) {
   {
     AuditRing& ring = Ring();
     const std::lock_guard lock(ring.mutex);
-    if (!ring.warnings.Permit()) return;
+    if (!ring.warnings.Permit()) return false;
   }
   std::fprintf(stderr, "persia: %s\n", line.c_str());
+  return true;
 }
 
 }  // namespace persia::net

@@ -44,7 +44,8 @@ class RateLimit {
 // all: strangers must not fill the log, nor push the other events out of the ring.
 void ReportRefusal(const std::string& peer, Role role, std::string_view method,
                    const std::string& reason);
-// One line on stderr, for what an operator has to mend. At most one a second.
-void WarnOperator(const std::string& line);
+// One line on stderr, for what an operator has to mend. At most one a second; false: it was
+// dropped.
+bool WarnOperator(const std::string& line);
 
 }  // namespace persia::net

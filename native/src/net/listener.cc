@@ -1,5 +1,8 @@
 #include "net/listener.h"
 
+#include <poll.h>
+#include <sys/resource.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <utility>
@@ -80,6 +83,23 @@ StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t po
   }
   if (listeners.empty()) return CannotListen(host, port, failure);
   return listeners;
+}
+
+uint32_t ConnectionsPermitted() {
+  constexpr rlim_t kReserve = 512;
+  constexpr rlim_t kMost = 16384;
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMost;
+  const rlim_t descriptors = limit.rlim_cur;
+  return static_cast<uint32_t>(
+      std::clamp(descriptors - std::min(descriptors / 2, kReserve), rlim_t{8}, kMost));
+}
+
+bool IsOutOfDescriptors(int error) { return error == EMFILE || error == ENFILE; }
+
+bool HasWaiting(int listener) {
+  pollfd waiting{listener, POLLIN, 0};
+  return ::poll(&waiting, 1, 0) != 0;
 }
 
 }  // namespace persia::net

@@ -21,4 +21,11 @@ StatusOr<Listener> Listen(const std::string& host, uint16_t port);
 // On each address of `host` that this machine can use, with one port. At least one.
 StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t port);
 
+// By the process's limit of descriptors. Leaves some for files and for connections of other planes.
+uint32_t ConnectionsPermitted();
+bool IsOutOfDescriptors(int error);
+// Whether a client waits to be accepted: the kernel looks for a descriptor before it looks for a
+// client.
+bool HasWaiting(int listener);
+
 }  // namespace persia::net

@@ -1,7 +1,5 @@
 #include "net/server.h"
 
-#include <poll.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -22,25 +20,6 @@ constexpr std::chrono::milliseconds kAcceptRetry{50};
 
 // Of connections that have proved nothing, in all. One host may have half of them.
 constexpr uint32_t kMaxUnproven = 128;
-
-// Leaves descriptors for files and for connections of other planes.
-uint32_t ConnectionsPermitted() {
-  constexpr rlim_t kReserve = 512;
-  constexpr rlim_t kMost = 16384;
-  rlimit limit = {};
-  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return kMost;
-  const rlim_t descriptors = limit.rlim_cur;
-  return static_cast<uint32_t>(
-      std::clamp(descriptors - std::min(descriptors / 2, kReserve), rlim_t{8}, kMost));
-}
-
-bool IsOutOfDescriptors(int error) { return error == EMFILE || error == ENFILE; }
-
-// The kernel looks for a descriptor before it looks for a client.
-bool HasWaiting(int listener) {
-  pollfd waiting{listener, POLLIN, 0};
-  return ::poll(&waiting, 1, 0) != 0;
-}
 
 }  // namespace
 

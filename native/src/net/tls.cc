@@ -156,12 +156,16 @@ TlsFiles::Stamp TlsFiles::Changed() const {
 std::shared_ptr<SSL_CTX> TlsFiles::Context() {
   const std::lock_guard lock(mutex_);
   const Stamp stamp = Changed();
-  if (std::memcmp(&stamp, &stamp_, sizeof(stamp)) == 0) return context_;
+  const auto is = [&](const Stamp& other) {
+    return std::memcmp(&stamp, &other, sizeof(stamp)) == 0;
+  };
+  if (is(stamp_)) return context_;
   if (auto fresh = Read(); fresh.ok()) {
     context_ = std::move(*fresh);
     stamp_ = stamp;
-  } else {
-    WarnOperator(fresh.status().message() + "; the certificate read before is used");
+  } else if (!is(warned_) &&
+             WarnOperator(fresh.status().message() + "; the certificate read before is used")) {
+    warned_ = stamp;
   }
   return context_;
 }

@@ -47,6 +47,7 @@ class TlsFiles {
   std::mutex mutex_;  // guards what follows
   std::shared_ptr<SSL_CTX> context_;
   Stamp stamp_;
+  Stamp warned_ = {};  // of files that cannot be used, of which the operator was told
 };
 
 // A value that both ends of a TLS connection know, and no other connection has; zeros without TLS.

@@ -237,6 +237,25 @@ TEST_F(TlsTest, AFileThatCannotBeUsedIsNamed) {
   EXPECT_NE(certificates_.Load().status().message().find("own.key"), std::string::npos);
 }
 
+// Not for each connection.
+TEST_F(TlsTest, BrokenFilesAreWarnedOfOnce) {
+  const auto files = certificates_.Load().value();
+  const auto before = files->Context();
+  ::testing::internal::CaptureStderr();
+  for (int change = 0; change < 2; ++change) {
+    std::ofstream(certificates_.Path("own.key")) << "half of a key";
+    for (int connection = 0; connection < 2; ++connection) {
+      // At most one warning a second is written: the second connection's would be.
+      std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+      EXPECT_EQ(files->Context(), before);
+    }
+  }
+  const std::string written = ::testing::internal::GetCapturedStderr();
+  size_t num_warnings = 0;
+  for (size_t at = 0; (at = written.find("own.key", at)) != std::string::npos; ++at) ++num_warnings;
+  EXPECT_EQ(num_warnings, 2u) << written;
+}
+
 // ---- a stream alone
 
 // Both ends of a connection whose handshake is done, and the server's socket.

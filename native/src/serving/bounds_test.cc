@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <thread>
 
+#include "base/eventually_test_util.h"
 #include "serving/front_test_util.h"
 #include "serving/grpc_server.h"
 #include "serving/serving_test_util.h"
@@ -64,6 +65,30 @@ TEST_F(BoundsTest, AnswersThatAreNotTakenEndTheirCall) {
   EXPECT_EQ(client.End(slow).error, uint32_t{NGHTTP2_CANCEL});
 }
 
+TEST_F(BoundsTest, AMessageThatStopsArrivingEndsItsCall) {
+  Start(Impatient());
+  Client client(port_);
+  // The client's half stays open, as that of a call that may last.
+  const int32_t half = client.BeginAndStop("/a.B/C", std::string("\0\0\0\x03\xe8"
+                                                                 "hello",
+                                                                 10));
+  EXPECT_EQ(client.End(half).error, uint32_t{NGHTTP2_CANCEL});
+}
+
+TEST_F(BoundsTest, BytesThatAreOnlyAnnouncedAreNotHeld) {
+  FrontOptions options;
+  options.grpc.max_held_bytes = 100'000;
+  Start(options);
+  StartComputing();
+  Client client(port_);
+  const std::string announced("\0\0\0\xea\x60", 5);  // 60,000 bytes
+  for (int i = 0; i < 3; ++i) client.BeginAndStop("/a.B/C", announced);
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+  const int32_t large = client.BeginAndStop("/a.B/C", announced + std::string(59'000, 'x'));
+  EXPECT_EQ(client.Call("/a.B/C", std::string(59'000, 'x')).status, "8");
+  client.Cancel(large);
+}
+
 TEST_F(BoundsTest, FewAnswersWaitForAClientThatDoesNotTakeThem) {
   Start();
   Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
@@ -110,9 +135,9 @@ TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
   const std::string large =
       RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
   const int32_t given_up = client.Begin(kInfer, large);
-  while (queue_->num_waiting() == 0) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() > 0; }));
   client.Cancel(given_up);
-  while (NumOf(GrpcCode::kCancelled) == 0) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return NumOf(GrpcCode::kCancelled) > 0; }));
   EXPECT_EQ(client.Call(kInfer, large).status, "8");
   StartComputing();
   EXPECT_EQ(client.Call(kInfer, small).status, "0");
@@ -137,6 +162,55 @@ TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
     EXPECT_EQ(other.Call(kInfer, request).status, "0");
     EXPECT_EQ(first.Call(kInfer, request).status, "0");
   }
+}
+
+// The process's limit of descriptors; the old one at the end of the block.
+class DescriptorLimit {
+ public:
+  explicit DescriptorLimit(int limit) {
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &before_), 0);
+    rlimit changed = before_;
+    changed.rlim_cur = static_cast<rlim_t>(limit);
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &changed), 0);
+  }
+  DescriptorLimit(const DescriptorLimit&) = delete;
+  ~DescriptorLimit() { EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &before_), 0); }
+
+ private:
+  rlimit before_ = {};
+};
+
+// So patient that no connection is closed for its age.
+FrontOptions Patient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::hours(1);
+  return options;
+}
+
+TEST_F(BoundsTest, WithoutDescriptorsConnectionsWithoutCallsMakeRoom) {
+  Start(Patient());
+  StartComputing();
+  std::vector<net::UniqueFd> idle(40);
+  for (auto& one : idle) one = NewSocket();
+  net::UniqueFd last = NewSocket();
+  const DescriptorLimit eight_more(last.get() + 9);
+  for (auto& one : idle) one = Connected(std::move(one), port_);
+  Client client(Connected(std::move(last), port_), {});
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
+}
+
+TEST_F(BoundsTest, AsManyConnectionsAreOpenAsDescriptorsPermit) {
+  const size_t half = static_cast<size_t>(NewSocket().get()) + 20;
+  {
+    const DescriptorLimit limit(static_cast<int>(2 * half));  // the other half is for files
+    Start(Patient());
+  }
+  std::vector<net::UniqueFd> idle;
+  for (size_t i = 0; i <= half; ++i) idle.push_back(Connect(port_));
+  EXPECT_TRUE(IsClosed(idle.front().get()));
+  StartComputing();
+  Client client(port_);
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}))).status, "0");
 }
 
 TEST_F(BoundsTest, AConnectionThatBeginsNoCallIsClosed) {
@@ -189,7 +263,7 @@ TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
   Start();
   Client client(port_);
   for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
-  while (queue_->num_waiting() < 4) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 4; }));
   front_->SetInputs(nullptr);
   const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
   front_->Finish(Begun(), GrpcCode::kOk, "");
@@ -202,7 +276,7 @@ class Refuser : public CallHandler {
   std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override {
     if (head.method == "/wait") {
       is_waiting = true;
-      while (!may_continue) std::this_thread::yield();
+      EXPECT_TRUE(Eventually([&] { return may_continue.load(); }));
     }
     rusage usage = {};
     ::getrusage(RUSAGE_THREAD, &usage);
@@ -234,7 +308,7 @@ TEST(GrpcServerTest, CallsOfManyConnectionsAreRefusedAtOnce) {
     EXPECT_EQ(clients.back()->Call("/now", "").status, "8");
   }
   std::vector<int32_t> calls = {clients[0]->Begin("/wait", "")};
-  while (!refuser.is_waiting) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return refuser.is_waiting.load(); }));
   for (size_t i = 1; i < kNumClients; ++i) calls.push_back(clients[i]->Begin("/now", ""));
   refuser.may_continue = true;
   for (size_t i = 0; i < kNumClients; ++i) EXPECT_EQ(clients[i]->End(calls[i]).status, "8");

@@ -6,6 +6,7 @@
 
 #include <thread>
 
+#include "base/eventually_test_util.h"
 #include "serving/front_test_util.h"
 #include "serving/grpc_text.h"
 #include "serving/serving_test_util.h"
@@ -69,8 +70,8 @@ TEST_F(FrontTest, WhoWaitsNoLongerIsNotComputed) {
   EXPECT_EQ(late.status, "4");
   client.Cancel(client.Begin(kInfer, RequestOf(BatchOf({7}, {2}))));
   const int32_t kept = client.Begin(kInfer, RequestOf(BatchOf({7}, {3})));
-  while (queue_->num_waiting() < 3) std::this_thread::yield();
-  while (NumOf(GrpcCode::kCancelled) == 0) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 3; }));
+  ASSERT_TRUE(Eventually([&] { return NumOf(GrpcCode::kCancelled) > 0; }));
   const auto batch = queue_->Next();
   EXPECT_EQ(batch->num_requests(), 1u);
   batch->Fail(GrpcCode::kUnavailable, "no rows: 100 %\n");
@@ -152,7 +153,7 @@ TEST_F(FrontTest, StoppingAnswersWhatIsUnderWay) {
   Start();
   Client client(port_);
   const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {5})));
-  while (queue_->num_waiting() == 0) std::this_thread::yield();
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() > 0; }));
   std::thread stopping([this] { front_->Stop(std::chrono::seconds(120)); });
   StartComputing();
   EXPECT_EQ(client.End(id).status, "0");

@@ -57,8 +57,10 @@ std::unique_ptr<net::TlsStream> MakeTls(const GrpcOptions& options, int fd) {
 
 }  // namespace
 
-GrpcConnection::GrpcConnection(net::UniqueFd socket, std::string peer, GrpcShared* shared)
+GrpcConnection::GrpcConnection(net::UniqueFd socket, uint64_t tag, std::string peer,
+                               GrpcShared* shared)
     : socket_(std::move(socket)),
+      tag_(tag),
       peer_(std::move(peer)),
       shared_(*shared),
       tls_(MakeTls(shared->options, socket_.get())),
@@ -189,8 +191,8 @@ bool GrpcConnection::CheckTimes(Clock::time_point now) {
   std::vector<Stream*> stuck;
   for (const auto& [id, stream] : streams_) {
     if (stream->is_reset) continue;
-    const bool must_progress =
-        stream->is_finished || !stream->has_begun || !stream->outgoing.empty();
+    const bool must_progress = stream->is_finished || !stream->has_begun ||
+                               stream->prefix_bytes != 0 || !stream->outgoing.empty();
     if (must_progress && stream->progress_at < latest) {
       stuck.push_back(stream.get());
     } else if (!stream->is_finished && stream->due <= now) {

@@ -38,7 +38,8 @@ struct GrpcShared {
 // Not thread-safe: all of it runs on the server's thread.
 class GrpcConnection {
  public:
-  GrpcConnection(net::UniqueFd socket, std::string peer, GrpcShared* shared);
+  // `tag`: its number in the server.
+  GrpcConnection(net::UniqueFd socket, uint64_t tag, std::string peer, GrpcShared* shared);
   GrpcConnection(const GrpcConnection&) = delete;
   ~GrpcConnection();  // closes its calls
 
@@ -46,6 +47,10 @@ class GrpcConnection {
   bool Read();
   // Writes what can be written. False as above.
   bool Flush();
+  // Whether Flush has something to do. A blocked one waits until it can be written to.
+  bool wants_write() const {
+    return is_broken_ || (!is_blocked_ && nghttp2_session_want_write(session_) != 0);
+  }
   // Whether to wait until it can be written to.
   bool is_blocked() const { return is_blocked_; }
   // Bytes have left the socket and were not looked at: it will not tell of them.
@@ -58,6 +63,7 @@ class GrpcConnection {
   // Tells the client to begin no more calls here.
   void Drain();
   int fd() const { return socket_.get(); }
+  uint64_t tag() const { return tag_; }
   bool is_idle() const { return streams_.empty(); }
   // Of two idle connections the lesser one is closed first.
   std::pair<bool, net::Clock::time_point> worth() const { return {has_begun_, read_at_}; }
@@ -85,6 +91,7 @@ class GrpcConnection {
   void TakeData(Stream* stream, std::span<const std::byte> data);
   void TakeMessage(Stream* stream);
   bool BeginMessage(Stream* stream);
+  bool Hold(Stream* stream, size_t size);
   void EndOfRequest(Stream* stream);
   void Refuse(Stream* stream, GrpcCode code, std::string text);
   void Respond(Stream* stream);
@@ -97,6 +104,7 @@ class GrpcConnection {
   void Check(int result);
 
   net::UniqueFd socket_;
+  const uint64_t tag_;
   const std::string peer_;
   GrpcShared& shared_;
   const std::unique_ptr<net::TlsStream> tls_;

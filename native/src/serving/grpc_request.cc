@@ -104,6 +104,7 @@ int GrpcConnection::OnData(nghttp2_session*, uint8_t, int32_t id, const uint8_t*
 }
 
 void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
+  if (!stream->is_finished) stream->progress_at = read_at_;
   while (!data.empty() && !stream->is_finished) {
     if (stream->prefix_bytes < kPrefixBytes) {
       const size_t size = std::min(kPrefixBytes - stream->prefix_bytes, data.size());
@@ -114,10 +115,24 @@ void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
     }
     const size_t size =
         std::min<size_t>(stream->message_bytes - stream->message.size(), data.size());
+    if (!Hold(stream, size)) return;
     stream->message.insert(stream->message.end(), data.begin(), data.begin() + size);
     data = data.subspan(size);
     if (stream->message.size() == stream->message_bytes) TakeMessage(stream);
   }
+}
+
+// Bytes that have arrived, not those that are announced: else a client could take all that the
+// server may hold without sending it. False: the call was refused.
+bool GrpcConnection::Hold(Stream* stream, size_t size) {
+  stream->held->Add(size);
+  const uint64_t most = shared_.options.max_held_bytes;
+  const uint64_t held = *shared_.held_bytes;
+  if (held <= most) return true;
+  Refuse(stream, GrpcCode::kResourceExhausted,
+         "the requests under way have " + std::to_string(held) + " bytes, this server holds " +
+             std::to_string(most) + ": try again later, or ask another server");
+  return false;
 }
 
 // False: it was refused.
@@ -140,13 +155,6 @@ bool GrpcConnection::BeginMessage(Stream* stream) {
   if (++stream->num_messages > kMaxMessages) {
     return refuse("the call has more than " + std::to_string(kMaxMessages) +
                   " messages: begin another call");
-  }
-  // Counted before they arrive: a client that announces a large message has to send it.
-  stream->held->Add(stream->message_bytes);
-  if (const uint64_t held = *shared_.held_bytes; held > options.max_held_bytes) {
-    return refuse("the requests under way have " + std::to_string(held) +
-                  " bytes, this server holds " + std::to_string(options.max_held_bytes) +
-                  ": try again later, or ask another server");
   }
   stream->message.reserve(std::min<size_t>(stream->message_bytes, kFirstBytes));
   return true;

@@ -52,6 +52,7 @@ StatusOr<uint16_t> GrpcServer::Start(const std::string& host, uint16_t port) {
   PERSIA_RETURN_IF_ERROR(poller_.Open());
   wake_ = net::UniqueFd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   PERSIA_ASSIGN_OR_RETURN(listeners_, net::ListenOnAll(host, port));
+  max_connections_ = std::min(shared_.options.max_connections, net::ConnectionsPermitted());
   next_tag_ = kListenerTag;
   bool waits = wake_.get() >= 0 && poller_.Add(wake_.get(), kWakeTag, EPOLLIN);
   for (const auto& listener : listeners_) {
@@ -181,29 +182,44 @@ void GrpcServer::Accept(size_t listener) {
     auto size = static_cast<socklen_t>(peer.capacity());
     net::UniqueFd socket(::accept4(fd, peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (socket.get() < 0) {
-      const int error = errno;
-      if (error == EINTR || error == ECONNABORTED) continue;
-      if (error == EAGAIN) return poller_.Arm(fd, kListenerTag + listener, EPOLLIN);
-      net::WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
-                        "; raise the limit of open files (ulimit -n)");
-      accept_at_ = Clock::now() + kTick;
+      if (OnAcceptFailed(listener, errno)) continue;
       return;
     }
-    if (connections_.size() >= shared_.options.max_connections && !CloseIdle()) continue;
+    if (connections_.size() >= max_connections_) {
+      net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
+                        " connections and takes no more: those without calls are closed; let "
+                        "clients share connections, raise the limit of open files (ulimit -n), or "
+                        "run more servers");
+      if (!CloseIdle()) continue;
+    }
     net::ConfigureSocket(socket.get());
     const uint64_t tag = next_tag_++;
     if (!poller_.Add(socket.get(), tag, EPOLLIN)) continue;
-    auto made = std::make_unique<GrpcConnection>(std::move(socket), NameOf(peer), &shared_);
-    tags_[made.get()] = tag;
-    connections_[tag] = std::move(made);
+    connections_[tag] =
+        std::make_unique<GrpcConnection>(std::move(socket), tag, NameOf(peer), &shared_);
+    touched_.insert(tag);
   }
+}
+
+// Whether to accept again at once. Where the process is out of descriptors, connections without
+// calls give theirs back, one for each client that waits.
+bool GrpcServer::OnAcceptFailed(size_t listener, int error) {
+  if (error == EINTR || error == ECONNABORTED) return true;
+  const int fd = listeners_[listener].socket.get();
+  const bool is_out = net::IsOutOfDescriptors(error);
+  if (error == EAGAIN || (is_out && !net::HasWaiting(fd))) {
+    poller_.Arm(fd, kListenerTag + listener, EPOLLIN);
+    return false;
+  }
+  net::WarnOperator("cannot accept a connection: " + std::system_category().message(error) +
+                    "; raise the limit of open files (ulimit -n)");
+  if (is_out && CloseIdle()) return true;
+  accept_at_ = Clock::now() + kTick;
+  return false;
 }
 
 // Makes room for a new connection. False: each one has calls.
 bool GrpcServer::CloseIdle() {
-  net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
-                    " connections and takes no more: those without calls are closed; let clients "
-                    "share connections, or run more servers");
   auto least = connections_.end();
   for (auto it = connections_.begin(); it != connections_.end(); ++it) {
     if (!it->second->is_idle()) continue;
@@ -230,7 +246,7 @@ void GrpcServer::Apply(Action action) {
   const auto found = shared_.calls.find(action.call);
   if (found == shared_.calls.end()) return;
   const auto [connection, stream] = found->second;
-  touched_.insert(tags_.at(connection));
+  touched_.insert(connection->tag());
   std::string text;
   if (action.has_message) {
     connection->Send(stream, std::move(action.bytes));
@@ -256,19 +272,14 @@ void GrpcServer::FlushTouched() {
   }
 }
 
-void GrpcServer::Remove(uint64_t tag) {
-  const auto found = connections_.find(tag);
-  if (found == connections_.end()) return;
-  tags_.erase(found->second.get());
-  connections_.erase(found);
-}
+void GrpcServer::Remove(uint64_t tag) { connections_.erase(tag); }
 
 void GrpcServer::OnTimer() {
   const auto now = Clock::now();
   std::vector<uint64_t> ended;
   for (const auto& [tag, connection] : connections_) {
-    touched_.insert(tag);
     if (!connection->CheckTimes(now)) ended.push_back(tag);
+    if (connection->wants_write()) touched_.insert(tag);
   }
   for (const uint64_t tag : ended) Remove(tag);
   if (now >= accept_at_ && !is_draining_) {

@@ -60,6 +60,7 @@ class GrpcServer {
   void Accept(size_t listener);
   void ArmListeners();
   bool CloseIdle();
+  bool OnAcceptFailed(size_t listener, int error);
   void TakeActions();
   void Apply(Action action);
   void FlushTouched();
@@ -71,13 +72,13 @@ class GrpcServer {
   GrpcShared shared_;
   net::Poller poller_;
   std::vector<net::Listener> listeners_;  // one of each address
-  net::UniqueFd wake_;                    // an eventfd
+  uint32_t max_connections_ = 0;
+  net::UniqueFd wake_;  // an eventfd
   std::thread thread_;
   std::atomic<std::thread::id> own_id_;
 
   // Of the thread alone.
   std::unordered_map<uint64_t, std::unique_ptr<GrpcConnection>> connections_;
-  std::unordered_map<GrpcConnection*, uint64_t> tags_;
   std::unordered_set<uint64_t> touched_;  // may have something to write
   uint64_t next_tag_ = 0;
   net::Clock::time_point accept_at_ = net::Clock::time_point::max();

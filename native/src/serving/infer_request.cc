@@ -131,6 +131,14 @@ std::optional<Bytes> OnlyElement(const Input& input, bool is_raw) {
   return reader.ok() ? only : std::nullopt;
 }
 
+// An ID beyond the limit would fail the batch that it is merged into, whose other requests would
+// then be computed one after another.
+bool Fits(const ModelInputs::Ids& wanted, const IdFeature& feature) {
+  const auto is_below = [&](uint64_t id) { return id < wanted.limit; };
+  return wanted.name == feature.name &&
+         (wanted.limit == 0 || std::all_of(feature.ids.begin(), feature.ids.end(), is_below));
+}
+
 bool Fits(const ModelInputs::Dense& wanted, const DenseFeature& feature) {
   const auto fits = [](int64_t size, uint64_t found) {
     return size == -1 || static_cast<uint64_t>(size) == found;
@@ -149,14 +157,11 @@ bool Fits(const ModelInputs& inputs, const Samples& samples) {
     return false;
   }
   if (!inputs.has_signature) return true;
-  const auto same_name = [](const std::string& name, const IdFeature& feature) {
-    return name == feature.name;
-  };
+  const auto fits = [](const auto& wanted, const auto& found) { return Fits(wanted, found); };
   return std::equal(inputs.ids.begin(), inputs.ids.end(), samples.ids.features.begin(),
-                    samples.ids.features.end(), same_name) &&
+                    samples.ids.features.end(), fits) &&
          std::equal(inputs.dense.begin(), inputs.dense.end(), samples.dense.begin(),
-                    samples.dense.end(),
-                    [](const auto& wanted, const auto& found) { return Fits(wanted, found); });
+                    samples.dense.end(), fits);
 }
 
 // ---- tensors by name
@@ -254,7 +259,6 @@ bool ReadIds(const std::vector<Input>& inputs, const std::string& name, Arrays* 
   feature.ids = arrays->Copy<uint64_t>(ids->raw);
   if (weights != nullptr) {
     if (!IsArray(weights, "FP32", num_ids, sizeof(float))) return false;
-    constexpr uint8_t kFloat32 = 8;
     if (!AllFinite(kFloat32, weights->raw)) return false;
     feature.weights = arrays->Copy<float>(weights->raw);
   }
@@ -296,8 +300,8 @@ std::optional<Samples> ReadNamed(const std::vector<Input>& inputs, const ModelIn
   Arrays arrays(num_bytes);
   Samples samples;
   size_t num_used = wanted.dense.size();
-  for (const std::string& name : wanted.ids) {
-    if (!ReadIds(inputs, name, &arrays, &samples, &num_used)) return std::nullopt;
+  for (const ModelInputs::Ids& ids : wanted.ids) {
+    if (!ReadIds(inputs, ids.name, &arrays, &samples, &num_used)) return std::nullopt;
   }
   for (const ModelInputs::Dense& dense : wanted.dense) {
     if (!ReadNamedDense(inputs, dense, &arrays, &samples)) return std::nullopt;

@@ -18,6 +18,10 @@ namespace persia::serving {
 
 // What a request must have to be accepted. Immutable.
 struct ModelInputs {
+  struct Ids {
+    std::string name;
+    uint64_t limit = 0;  // its IDs are less than this; 0: any
+  };
   struct Dense {
     std::string name;
     uint8_t dtype = 0;
@@ -27,7 +31,7 @@ struct ModelInputs {
   std::string model_name;
   // Of the signature, in its order. Without one, the bytes of a batch have any features.
   bool has_signature = false;
-  std::vector<std::string> ids;
+  std::vector<Ids> ids;
   std::vector<Dense> dense;
   bool by_name = false;  // tensors may be named like features
   bool allow_nonfinite = false;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -106,6 +107,13 @@ TEST(InferRequestTest, WhatIsNotPlainIsLeftToPython) {
   ModelInputs other = Inputs();
   other.dense[0].shape = {2};
   EXPECT_FALSE(Read(RequestOf(BatchOf(kIds, kAges)), other).has_value());
+  // IDs of a slot in the dense model.
+  for (const uint64_t beyond : {0, 1}) {
+    ModelInputs bounded = Inputs();
+    bounded.ids[0].limit = *std::max_element(kIds.begin(), kIds.end()) + 1 - beyond;
+    EXPECT_EQ(Read(RequestOf(BatchOf(kIds, kAges)), bounded).has_value(), beyond == 0);
+    EXPECT_EQ(Read(NamedRequest({kAge, kUser}), bounded).has_value(), beyond == 0);
+  }
   ModelInputs any;
   any.model_name = "m";
   EXPECT_TRUE(Read(RequestOf(BatchOf(kIds, kAges)), any).has_value());

@@ -41,7 +41,14 @@ std::string EncodeInferResponse(const Prediction& prediction, std::string_view i
     all.resize(prediction.outputs.size());
     std::iota(all.begin(), all.end(), 0);
   }
+  constexpr size_t kFieldBytes = 128;  // of all but names and values: more than there are
   std::string message;
+  size_t size = prediction.model_name.size() + prediction.version.size() + id.size() + kFieldBytes;
+  for (const std::string& mark : prediction.marks) size += mark.size() + kFieldBytes;
+  for (const uint32_t position : all) {
+    size += num_samples * prediction.outputs[position].sample_bytes + kFieldBytes;
+  }
+  message.reserve(size);
   ProtoWriter writer(&message);
   writer.Bytes(1, prediction.model_name);
   writer.Bytes(2, prediction.version);

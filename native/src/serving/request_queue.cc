@@ -1,6 +1,7 @@
 #include "serving/request_queue.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -48,8 +49,10 @@ double BatchTimes::Estimate(uint64_t num_batches, uint64_t num_samples) const {
 
 // ---- a batch
 
-Batch::Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue)
-    : requests_(std::move(requests)), queue_(*queue), began_(Clock::now()) {
+Batch::Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_timed)
+    : requests_(std::move(requests)),
+      queue_(*queue),
+      began_(is_timed ? std::optional(Clock::now()) : std::nullopt) {
   for (const auto& request : requests_) num_samples_ += request->size();
   queue_.Begin(static_cast<uint32_t>(requests_.size()), num_samples_);
 }
@@ -94,7 +97,7 @@ std::vector<std::unique_ptr<Batch>> Batch::Split() {
   End();
   std::vector<std::unique_ptr<Batch>> parts;
   for (auto& request : std::exchange(requests_, {})) {
-    parts.push_back(std::make_unique<Batch>(std::vector{std::move(request)}, &queue_));
+    parts.push_back(std::make_unique<Batch>(std::vector{std::move(request)}, &queue_, false));
   }
   return parts;
 }
@@ -133,9 +136,10 @@ Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_sample
   const double left_s = Seconds(deadline - now);
   const double wait_s = EstimateLocked(num_samples, now);
   if (wait_s > kAdmittedShare * left_s && wait_s > 0) {
-    return ResourceExhausted("the answer would take ", InSeconds(wait_s),
-                             ", and the client waits for ", InSeconds(std::max(0.0, left_s)),
-                             ": try again later, or ask another server");
+    return ResourceExhausted(
+        "the answer is expected in ", InSeconds(wait_s), ", more than ",
+        std::lround(100 * kAdmittedShare), " % of the ", InSeconds(std::max(0.0, left_s)),
+        " that the client still waits: try again later, or ask another server");
   }
   return Status::Ok();
 }
@@ -220,9 +224,10 @@ void RequestQueue::Begin(uint32_t num_requests, uint32_t num_samples) {
   began_ = Clock::now();
 }
 
-void RequestQueue::End(uint32_t num_requests, uint32_t num_samples, Clock::time_point began) {
+void RequestQueue::End(uint32_t num_requests, uint32_t num_samples,
+                       std::optional<Clock::time_point> began) {
   const std::lock_guard lock(mutex_);
-  times_.Add(num_samples, Seconds(Clock::now() - began));
+  if (began.has_value()) times_.Add(num_samples, Seconds(Clock::now() - *began));
   num_running_ -= num_requests;
   running_samples_ -= num_samples;
 }

@@ -18,13 +18,14 @@
 #include <vector>
 
 #include "base/status.h"
+#include "net/types.h"
 #include "serving/infer_response.h"
 #include "serving/request_counts.h"
 #include "serving/samples.h"
 
 namespace persia::serving {
 
-using Clock = std::chrono::steady_clock;
+using net::Clock;
 
 // A request that waits. Exactly one of Answer and Fail is called, once, after it was submitted.
 class Waiting {
@@ -79,7 +80,8 @@ class RequestQueue;
 // by one of Answer, Fail and Split. Not thread-safe.
 class Batch {
  public:
-  Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue);
+  // `is_timed`: how long it takes counts for the estimates of the queue.
+  Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_timed = true);
   Batch(const Batch&) = delete;
   ~Batch();  // fails what was not answered
 
@@ -92,7 +94,8 @@ class Batch {
   // that has ended.
   void Answer(const Prediction& prediction);
   void Fail(GrpcCode code, const std::string& message);
-  // A batch of each request: the fault of one must not be the others'.
+  // A batch of each request: the fault of one must not be the others'. They are computed one after
+  // another and have no beginning of their own, so they are not timed.
   std::vector<std::unique_ptr<Batch>> Split();
 
  private:
@@ -101,7 +104,7 @@ class Batch {
   std::vector<std::shared_ptr<Waiting>> requests_;
   RequestQueue& queue_;
   uint32_t num_samples_ = 0;
-  const Clock::time_point began_;
+  const std::optional<Clock::time_point> began_;  // none: not timed
 };
 
 // Thread-safe. Must outlive its batches.
@@ -134,7 +137,7 @@ class RequestQueue {
   void DropLate(Requests* late);
   Requests Take();
   void Begin(uint32_t num_requests, uint32_t num_samples);
-  void End(uint32_t num_requests, uint32_t num_samples, Clock::time_point began);
+  void End(uint32_t num_requests, uint32_t num_samples, std::optional<Clock::time_point> began);
 
   const QueueOptions options_;
   mutable std::mutex mutex_;

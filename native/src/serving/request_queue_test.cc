@@ -22,7 +22,7 @@ class Request : public Waiting {
   int num_ended = 0;
 };
 
-std::shared_ptr<Request> RequestFor(std::chrono::seconds time,
+std::shared_ptr<Request> RequestFor(std::chrono::milliseconds time,
                                     const std::string& batch = BatchOf({7}, {1})) {
   return std::make_shared<Request>(Clock::now() + time, batch);
 }
@@ -72,6 +72,21 @@ TEST(RequestQueueTest, ABatchEndsOnce) {
   ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
   const auto running = queue.Next();
   EXPECT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+}
+
+// The last part of a batch waits for the others: its time says nothing of how long a batch takes.
+TEST(RequestQueueTest, PartsOfABatchDoNotCountForEstimates) {
+  constexpr std::chrono::milliseconds kTime(500);
+  RequestQueue queue({});
+  for (int i = 0; i < 20; ++i) ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  {
+    const auto parts = queue.Next()->Split();
+    ASSERT_EQ(parts.size(), 20u);
+    std::this_thread::sleep_for(kTime);
+  }
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  const auto running = queue.Next();
+  EXPECT_TRUE(queue.Submit(RequestFor(kTime)).ok());
 }
 
 }  // namespace

@@ -105,6 +105,18 @@ struct MergedIds {
 
 MergedIds MergeIds(std::span<const Samples* const> parts, size_t feature) {
   MergedIds merged;
+  size_t num_samples = 0;
+  size_t num_ids = 0;
+  size_t num_weights = 0;
+  for (const Samples* part : parts) {
+    const IdFeature& ids = part->ids.features[feature];
+    num_samples += part->size();
+    num_ids += ids.ids.size();
+    num_weights += ids.weights.size();
+  }
+  merged.offsets.reserve(num_samples + 1);
+  merged.ids.reserve(num_ids);
+  merged.weights.reserve(num_weights);
   for (const Samples* part : parts) {
     const IdFeature& ids = part->ids.features[feature];
     // Offsets of a part count from its own first ID. Too many IDs for 32 bits do not fit the
@@ -122,6 +134,15 @@ bool IsWeighted(const IdFeature& feature) { return !feature.weights.empty(); }
 
 void PutDense(std::span<const Samples* const> parts, uint32_t batch_size, ByteWriter* writer) {
   const auto& features = parts.front()->dense;
+  size_t num_bytes = 64;
+  for (const DenseFeature& feature : features) {
+    num_bytes +=
+        feature.name.size() + feature.shape.size() * sizeof(uint64_t) + 64;  // with paddings
+  }
+  for (const Samples* part : parts) {
+    for (const DenseFeature& feature : part->dense) num_bytes += feature.values.size();
+  }
+  writer->Reserve(num_bytes);
   for (const uint32_t field : {kDenseMagic, kVersion, batch_size,
                                static_cast<uint32_t>(features.size()), kNoMeta, uint32_t{0}}) {
     writer->Put(field);
@@ -148,7 +169,6 @@ void PutDense(std::span<const Samples* const> parts, uint32_t batch_size, ByteWr
 uint32_t ItemBytes(uint8_t dtype) { return kItemBytes[dtype]; }
 
 bool AllFinite(uint8_t dtype, std::span<const std::byte> values) {
-  constexpr uint8_t kFloat32 = 8;
   constexpr uint8_t kFloat64 = 9;
   constexpr uint8_t kFloat16 = 10;
   if (dtype == kFloat32) return NoneHasAll<uint32_t>(values, 0x7f80'0000u);
@@ -210,6 +230,7 @@ StatusOr<std::vector<std::byte>> Merge(std::span<const Samples* const> parts) {
   PutDense(parts, ids.batch_size, &dense);
   ByteWriter message;
   constexpr std::array<uint32_t, 4> kHead = {kBatchMagic, kVersion, 0, 0};
+  message.Reserve(sizeof(kHead) + 2 * sizeof(uint64_t) + id_section.size() + dense.size());
   message.PutBytes(kHead.data(), sizeof(kHead));
   message.Put(uint64_t{id_section.size()});
   message.Put(uint64_t{dense.size()});

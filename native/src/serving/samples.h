@@ -18,6 +18,7 @@ namespace persia::serving {
 
 // A dense feature's dtype is its number on the wire.
 inline constexpr uint8_t kBool = 0;
+inline constexpr uint8_t kFloat32 = 8;
 inline constexpr uint8_t kNumDtypes = 11;
 uint32_t ItemBytes(uint8_t dtype);
 // Whether all numbers are finite; true for integers.

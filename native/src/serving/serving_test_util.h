@@ -10,6 +10,7 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -83,27 +84,34 @@ inline std::string RequestOf(std::string_view batch, std::string_view model = "m
 inline ModelInputs Inputs() {
   return {.model_name = "m",
           .has_signature = true,
-          .ids = {"user"},
+          .ids = {{"user"}},
           .dense = {{"age", 8, {1}}},
           .by_name = true,
           .allow_nonfinite = false};
 }
 
-// A socket that is connected, and fails after a minute without bytes. `receive_buffer` 0: the
-// system's.
-inline net::UniqueFd Connect(uint16_t port, int receive_buffer = 0) {
+// A socket that fails after a minute without bytes. `receive_buffer` 0: the system's.
+inline net::UniqueFd NewSocket(int receive_buffer = 0) {
   net::UniqueFd made(::socket(AF_INET, SOCK_STREAM, 0));
   const timeval patience = {.tv_sec = 60, .tv_usec = 0};
   ::setsockopt(made.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
   if (receive_buffer != 0) {
     ::setsockopt(made.get(), SOL_SOCKET, SO_RCVBUF, &receive_buffer, sizeof(receive_buffer));
   }
+  return made;
+}
+
+inline net::UniqueFd Connected(net::UniqueFd socket, uint16_t port) {
   sockaddr_in address = {};
   address.sin_family = AF_INET;
   address.sin_port = htons(port);
   ::inet_pton(AF_INET, "127.0.0.1", &address.sin_addr);
-  EXPECT_EQ(::connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)), 0);
-  return made;
+  EXPECT_EQ(::connect(socket.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)),
+            0);
+  return socket;
+}
+inline net::UniqueFd Connect(uint16_t port, int receive_buffer = 0) {
+  return Connected(NewSocket(receive_buffer), port);
 }
 
 // Blocks. Each call is a stream of one connection.
@@ -123,7 +131,9 @@ class Client {
   };
 
   explicit Client(uint16_t port) : Client(port, Options()) {}
-  Client(uint16_t port, const Options& options) : socket_(Connect(port, options.receive_buffer)) {
+  Client(uint16_t port, const Options& options)
+      : Client(Connect(port, options.receive_buffer), options) {}
+  Client(net::UniqueFd socket, const Options& options) : socket_(std::move(socket)) {
     nghttp2_session_callbacks* callbacks = nullptr;
     nghttp2_session_callbacks_new(&callbacks);
     nghttp2_session_callbacks_set_on_header_callback(callbacks, &OnHeader);
@@ -165,7 +175,15 @@ class Client {
     const int32_t id = nghttp2_submit_request(session_, nullptr, headers.data(), headers.size(),
                                               &provider, nullptr);
     bodies_[id] = std::move(body);
+    if (stops_) endless_.insert(id);
     SendAll();
+    return id;
+  }
+  // Sends `body` and no end.
+  int32_t BeginAndStop(const std::string& path, std::string body) {
+    stops_ = true;
+    const int32_t id = BeginWithBody(path, std::move(body));
+    stops_ = false;
     return id;
   }
   void Cancel(int32_t id) {
@@ -216,11 +234,13 @@ class Client {
   }
   static ssize_t ReadBody(nghttp2_session*, int32_t id, uint8_t* to, size_t size, uint32_t* flags,
                           nghttp2_data_source*, void* self) {
-    std::string& body = static_cast<Client*>(self)->bodies_[id];
+    auto& client = *static_cast<Client*>(self);
+    std::string& body = client.bodies_[id];
+    if (body.empty() && client.endless_.contains(id)) return NGHTTP2_ERR_DEFERRED;
     const size_t taken = std::min(size, body.size());
     std::memcpy(to, body.data(), taken);
     body.erase(0, taken);
-    if (body.empty()) *flags |= NGHTTP2_DATA_FLAG_EOF;
+    if (body.empty() && !client.endless_.contains(id)) *flags |= NGHTTP2_DATA_FLAG_EOF;
     return static_cast<ssize_t>(taken);
   }
   void SendAll() {
@@ -235,6 +255,8 @@ class Client {
   net::UniqueFd socket_;
   nghttp2_session* session_ = nullptr;
   std::map<int32_t, std::string> bodies_;
+  std::set<int32_t> endless_;  // whose body has no end
+  bool stops_ = false;         // calls that begin now have none
   std::map<int32_t, Answer> answers_;
 };
 

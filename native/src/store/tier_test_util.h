@@ -4,12 +4,11 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
-#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <string>
-#include <thread>
 
+#include "base/eventually_test_util.h"
 #include "store/embedding_store.h"
 
 namespace persia::store {
@@ -39,17 +38,6 @@ class PoolDirectory {
  private:
   std::string path_;
 };
-
-// Whether the condition comes about in a time that is long even for a busy machine.
-template <typename Condition>
-bool Eventually(Condition condition) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  while (!condition()) {
-    if (std::chrono::steady_clock::now() > deadline) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  return true;
-}
 
 inline bool IsCommitted(const EmbeddingStore& store, uint64_t batch) {
   return Eventually([&] { return store.tier().stats()->pool.committed >= batch; });

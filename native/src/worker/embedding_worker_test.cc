@@ -192,10 +192,16 @@ class EmbeddingWorkerTest : public ::testing::Test {
   }
   // A worker of its own, with limits of its own.
   void Start(WorkerOptions options) {
-    options.slots = MixedSlots();
+    if (options.slots.empty()) options.slots = MixedSlots();
     auto worker = EmbeddingWorker::Create(options, rows_);
     ASSERT_TRUE(worker.ok()) << worker.status().ToString();
     worker_ = std::move(worker).value();
+  }
+  void StartWithModes() {
+    WorkerOptions options = {.slots = MixedSlots()};
+    for (SlotConfig& slot : options.slots) slot.mode = slot.group;
+    Start(options);
+    Configure();
   }
   void Configure() { ASSERT_TRUE(worker_->Configure(TrainConfig(), false, InAMinute()).ok()); }
 
@@ -236,6 +242,9 @@ class EmbeddingWorkerTest : public ::testing::Test {
 
   // IDs for all servers, so that each takes part.
   const TestBatch batch_ = {{"plain", {{1, 2, 3, 4, 5}, {}, {6, 7, 8, 1}}}};
+  static constexpr SlotMask kFirst = 1;  // the first mode: "plain" and "sqrt"
+  const TestBatch two_modes_ = {
+      {"plain", {{1, 2}, {3}}}, {"sqrt", {{4}, {5}}}, {"stacked", {{6}, {7}}}};
   const std::shared_ptr<FakeRows> rows_ = std::make_shared<FakeRows>(kNumServers);
   std::unique_ptr<EmbeddingWorker> worker_;
 };
@@ -440,6 +449,41 @@ TEST_F(EmbeddingWorkerTest, DirectLookup) {
   const Metrics stats = worker_->metrics();
   EXPECT_EQ(stats["num_returned"], 1u);
   EXPECT_EQ(stats["num_released"], 1u);
+  ExpectNoneLost();
+}
+
+// The rank has the rows of slots that it did not look up, and updates them.
+TEST_F(EmbeddingWorkerTest, SlotsThatWereNotLookedUpAreNotSkipped) {
+  StartWithModes();
+  const auto message = worker_->LookupDirect(EncodeBatch(two_modes_), true, InAMinute(), kFirst);
+  ASSERT_TRUE(message.ok()) << message.status().ToString();
+  const TestEmbeddings embeddings = ReadEmbeddings(message.value());
+  EXPECT_EQ(embeddings.slots.at("plain").num_rows, 2u);
+  EXPECT_EQ(embeddings.slots.at("stacked").num_rows, 0u);
+  EXPECT_EQ(rows_->num_rows(), 5u);  // of "plain" and "sqrt"
+  const BatchKey key = {embeddings.worker_incarnation, embeddings.reference};
+  const auto report = Return(key, 2, 0.5f);
+  ASSERT_TRUE(report.ok()) << report.status().ToString();
+  EXPECT_EQ(report.value().update.num_updated, 3u);
+  EXPECT_EQ(report.value().num_skipped_slots, 1u);  // "sqrt" has no gradient
+  const Metrics stats = worker_->metrics();
+  EXPECT_EQ(stats["num_skipped_slots"], 1u);
+  EXPECT_EQ(stats["num_gradients"], 5u);
+  EXPECT_EQ(stats["num_gradients_left_out"], 2u);
+}
+
+TEST_F(EmbeddingWorkerTest, SomeSlotsWithoutGradientsEndTheBatch) {
+  StartWithModes();
+  const BatchKey reference = Register(two_modes_);
+  const auto message = worker_->Lookup(reference, false, InAMinute(), kFirst);
+  ASSERT_TRUE(message.ok()) << message.status().ToString();
+  const TestEmbeddings embeddings = ReadEmbeddings(message.value());
+  EXPECT_EQ(embeddings.reference, 0u);
+  EXPECT_EQ(embeddings.slots.at("plain").rows, std::vector<float>(2 * 16, 0.0f));
+  EXPECT_EQ(embeddings.slots.at("stacked").num_rows, 0u);
+  EXPECT_EQ(rows_->num_rows(), 0u);
+  EXPECT_EQ(LookupCode(reference), StatusCode::kNotFound);
+  EXPECT_EQ(worker_->metrics()["num_released"], 1u);
   ExpectNoneLost();
 }
 

@@ -118,7 +118,7 @@ def test_ages_survive_other_numbers_of_servers(tmp_path: Path) -> None:
         assert younger.size == 0 or younger.max() < ages.min()
 
 
-def test_a_dump_replaces_what_was_there(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_dump_replaces_what_was_there(checkpoint: Path) -> None:
     before = shard_files(checkpoint)
     bags = make_bags()
     train(bags, seed=9)

@@ -390,7 +390,7 @@ def test_a_copied_state_is_the_one_that_is_written(model: torch.nn.Module) -> No
         assert all(torch.equal(copied[name], written[name]) for name in written)
 
 
-def test_keys_of_wrappers_are_accepted_in_any_order(model: torch.nn.Module, tmp_path: Path) -> None:
+def test_keys_of_wrappers_are_accepted_in_any_order(model: torch.nn.Module) -> None:
     for prefix in ("_orig_mod.", "module._orig_mod.", "_orig_mod.module."):
         buffer = io.BytesIO()
         torch.save({f"{prefix}{key}": value for key, value in model.state_dict().items()}, buffer)

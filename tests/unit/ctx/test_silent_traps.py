@@ -154,6 +154,38 @@ def test_a_context_that_only_evaluates_is_fine(make_ctx: Any, make_dataset: Any,
             evaluation.forward(batch)
 
 
+def test_a_failed_look_at_a_batch_hides_no_loop(make_ctx: Any, make_dataset: Any) -> None:
+    def look_and_loop(ctx: TrainCtx) -> None:
+        unknown = [IDTypeFeature("bb", [np.ones(1, np.uint64)])]
+        with pytest.raises(InvalidArgumentError, match="bb"):
+            ctx.get_embedding_from_data(PersiaBatch(unknown, labels=[Label(np.ones((1, 1), np.float32))]))
+        for batch in DataLoader(make_dataset(1)):
+            ctx.forward(batch)
+
+    with pytest.raises(FailedPreconditionError, match=rf"none of the 1 {UNTRAINED}"), make_ctx() as ctx:
+        look_and_loop(ctx)
+    assert ctx.counters.batches_failed == 1
+
+
+def test_a_look_at_a_batch_is_no_forward_of_a_loop(
+    make_ctx: Any, make_dataset: Any, new_batch: Any, log: Any
+) -> None:
+    with make_ctx() as ctx:
+        ctx.forward(ctx.get_embedding_from_data(new_batch(1)))
+        next(iter(DataLoader(make_dataset(3))))  # as a job that has ended leaves its loop
+    assert sum(UNTRAINED in text for text in log.messages) == 1
+
+
+def test_a_look_at_a_batch_trains_beside_frozen_ones(
+    make_ctx: Any, make_dataset: Any, new_batch: Any
+) -> None:
+    with make_ctx() as ctx:
+        ctx.backward(mean_square(*ctx.forward(ctx.get_embedding_from_data(new_batch(1)))))
+        frozen = next(iter(DataLoader(make_dataset(1, requires_grad=False))))
+        ctx.backward(mean_square(*ctx.forward(frozen)))
+        assert ctx.step == 2
+
+
 def test_a_look_at_batches_is_fine(make_ctx: Any, make_dataset: Any, new_batch: Any, log: Any) -> None:
     """A handler of requests looks batches up itself; a job that has ended leaves its loop at once."""
     with make_ctx() as ctx:

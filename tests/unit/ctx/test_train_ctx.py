@@ -237,7 +237,7 @@ def test_data_set_of_something_else_is_refused(make_ctx: MakeCtx, make_dataset: 
         next(iter(DataLoader(Wrong(1))))
 
 
-def test_unknown_feature_names_the_batch(make_ctx: MakeCtx, make_dataset: Any, new_batch: Any) -> None:
+def test_unknown_feature_names_the_batch(make_ctx: MakeCtx) -> None:
     from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch
 
     batch = PersiaBatch([IDTypeFeatureWithSingleID("nobody", np.array([1], np.uint64))], requires_grad=False)

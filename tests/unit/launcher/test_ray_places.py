@@ -156,7 +156,7 @@ def test_a_place_without_the_process_is_a_lost_one(placed, polled):
 
 
 @pytest.fixture
-def place(monkeypatch, tmp_path):
+def place(monkeypatch):
     context = SimpleNamespace(runtime_env={"working_dir": "x"}, gcs_address="")
     monkeypatch.setattr(ray_places.ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(ray_places, "_POLL_S", 0.01)

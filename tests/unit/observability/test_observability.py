@@ -329,7 +329,7 @@ def test_refused_requests_are_audited_within_bounds(port, monkeypatch, tmp_path)
     assert len(lines) < 40 or lines[-1]["time"][:19] > lines[0]["time"][:19]
 
 
-def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port, monkeypatch):
+def test_clients_that_say_nothing_do_not_keep_others_out_for_long(port):
     silent = [socket.create_connection(("127.0.0.1", port.port)) for _ in range(40)]
     try:
         # 32 are held; the ones above were refused at once.

@@ -410,7 +410,7 @@ def test_a_server_remembers_its_part_of_a_dump_while_packets_go_on(tmp_path: Pat
     assert len(rows_of(tmp_path / "dump")) > 0
 
 
-def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job, tmp_path: Path) -> None:
+def test_what_a_killed_trainer_had_under_way_is_ended_by_the_next(job: Job) -> None:
     job.train()
     wait_for(job, 2)
     job.writer.stream.pause()
@@ -648,7 +648,7 @@ def test_old_packets_go_once_a_checkpoint_replaces_them(tmp_path: Path) -> None:
     assert_equal(follower, job, tmp_path)
 
 
-def test_a_job_without_incremental_updates_writes_none(tmp_path: Path) -> None:
+def test_a_job_without_incremental_updates_writes_none() -> None:
     bags = make_bags()
     peers = [LocalPeer(services([bags])[0])]
     writer = PacketWriter(lambda: peers, deadline_s=DEADLINE_S, step=lambda: 0)

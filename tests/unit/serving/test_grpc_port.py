@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import threading
+import time
 import zlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2
 
 from persia.embedding.data import PersiaBatch
 from persia.errors import InvalidArgumentError, ResourceExhaustedError, StorageError
+from persia.serving import server
 from persia.serving.access import EVERYBODY
 from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher, BatchingOptions
@@ -119,6 +121,44 @@ def test_watchers_see_that_the_server_stops(inference: Inference) -> None:
         return seen
 
     assert asyncio.run(scenario()) == [health_pb2.HealthCheckResponse.NOT_SERVING] * 20
+
+
+def test_a_failure_does_not_end_the_reports(inference: Inference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_HEALTH_INTERVAL_S", 0.01)
+    told: list[Any] = []  # the versions whose features the front was told
+    monkeypatch.setattr(server, "_use_inputs", lambda _front, known: told.append(known.model.current))
+    num_asked = 0
+
+    def not_ready() -> None:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise RuntimeError("a fault")
+
+    first = inference.model.current
+    monkeypatch.setattr(inference.model, "not_ready", not_ready)
+
+    async def reached(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not condition():
+            assert time.monotonic() < end
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        request = health_pb2.HealthCheckRequest(service="m").SerializeToString()
+        async with served(inference) as channel:
+            watch = channel.unary_stream(f"{HEALTH}/Watch")(request)
+            status = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+            while status != health_pb2.HealthCheckResponse.SERVING:
+                answer = await asyncio.wait_for(watch.read(), WAIT_S)
+                status = health_pb2.HealthCheckResponse.FromString(answer).status
+            await reached(lambda: num_asked >= 5)
+            assert told == [first] * 2, "when the port is made, and by the first report"
+            monkeypatch.setattr(inference.model, "current", "the next version")
+            await reached(lambda: len(told) == 3)
+            assert told[2] == "the next version"
+
+    asyncio.run(scenario())
 
 
 def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) -> None:

@@ -439,7 +439,7 @@ def test_a_pool_of_nobody_is_not_taken(root: Path) -> None:
     _refused(storage_at(root), FailedPreconditionError, "has a tier file and no server.json")
 
 
-def test_a_pool_that_has_grown_stays_as_large_as_it_is(root: Path, tmp_path: Path) -> None:
+def test_a_pool_that_has_grown_stays_as_large_as_it_is(root: Path) -> None:
     storage = storage_at(root, size_bytes=64 << 20)
     PoolJob(storage, num_servers=1).leave()
     pmem.grow(root / "server-0", 128 << 20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,14 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from persia import DataCtx, PersiaBatch, TrainCtx
-from persia.ctx import evaluate
+from persia.ctx import evaluate, evaluation
 from persia.ctx.evaluation import share_buffers
+from persia.ctx.ranks import meet as meet_ranks
 from persia.data import FeatureSpec, SplitBinaryBatches, SplitBinaryWriter
 from persia.embedding.lr_schedule import LRSchedule
 from persia.errors import FailedPreconditionError, InvalidArgumentError, InvalidTypeError, PersiaError
 from persia.train import Callback, MLflow, TensorBoard, Trainer, WandB
+from persia.waiting import Attempts
 from tests.click_job import SIZE, Clicks, Job, Model, Recorded
 
 
@@ -283,33 +284,57 @@ def test_ranks_share_buffers_and_the_last_step(tmp_path: Path) -> None:
 
 
 def _evaluate_on_a_rank(rank: int, folder: str) -> None:
-    """Rank 1 hands its updates in only when rank 0 already waits for its own."""
-    waits, applied = Path(folder) / "waits", Path(folder) / "applied"
+    """Rank 1 hands its updates in only when rank 0 has its own, and waits for those of all ranks."""
+    place = Path(folder)  # of what is evaluated now
+    num_waits = 0
+
+    def check_applied(*_dump: object, **_options: object) -> None:
+        assert (place / "applied").exists(), "evaluated or dumped before the updates of rank 1"
 
     class Checked(Model):
         def forward(self, dense: list[torch.Tensor], embeddings: list[torch.Tensor]) -> torch.Tensor:
-            assert applied.exists(), "evaluated before the updates of rank 1"
+            check_applied()
             return super().forward(dense, embeddings)
 
     def wait_for_gradients() -> None:
+        nonlocal num_waits
+        num_waits += 1
         if rank == 0:
-            waits.touch()
-        else:
-            while not waits.exists():
-                time.sleep(0.01)
-            applied.touch()
+            (place / "waited").touch()
+            return
+        for _ in Attempts(60.0, pause_s=0.01):
+            if (place / "meets").exists():
+                break
+        assert (place / "meets").exists(), "rank 0 does not wait"
+        (place / "applied").touch()
+
+    def meet(world_size: int) -> None:
+        if rank == 0 and (place / "waited").exists():
+            (place / "meets").touch()
+        meet_ranks(world_size)
 
     job = Job()
     job.model = Checked()
+    evaluation.meet = meet
     with job.ctx() as ctx:
         dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
         ctx.rank, ctx.world_size = rank, 2
         ctx.wait_for_gradients = wait_for_gradients  # type: ignore[method-assign]
-        assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+        ctx.dump_checkpoint = check_applied  # type: ignore[method-assign]
+        trainers = [Trainer(Clicks(), valid, directory=folder) for valid in (Clicks(4), None)]
+        for number, trainer in enumerate([None, *trainers]):
+            place = Path(folder) / str(number)
+            place.mkdir(exist_ok=True)
+            if trainer is None:
+                assert evaluate(ctx, Clicks(4)).num_samples == 4 * SIZE
+            else:
+                trainer._clears = False
+                trainer._evaluate(ctx, 1)
+            assert num_waits == number + 1
         dist.destroy_process_group()
 
 
-def test_an_evaluation_waits_for_the_updates_of_all_ranks(tmp_path: Path) -> None:
+def test_an_evaluation_waits_for_the_updates_of_all_ranks_once(tmp_path: Path) -> None:
     spawn(_evaluate_on_a_rank, (str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call]
 
 
