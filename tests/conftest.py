@@ -18,7 +18,6 @@ from persia import _native, observability, utils
 from persia.config import parse_embedding_config
 from persia.embedding import EmbeddingConfig
 from persia.embedding.optim import SGD
-from persia.launcher import supervisor
 from persia.logger import get_default_logger
 from persia.messaging.session import NatsSession
 from persia.pipeline.slot_rows import slot_signs
@@ -56,10 +55,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
 
 @pytest.fixture(scope="session", autouse=True)
 def preloaded() -> Iterator[None]:
-    """Forks the processes of a `LocalCluster` from one that has imported torch: tests/preloaded.py."""
-    start = supervisor.start_process
-    with closing(Preloaded(start)) as process, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervisor, "start_process", process.start)
+    """Processes of tests are forks of one that has imported torch: tests/preloaded.py."""
+    with closing(Preloaded()) as process:
+        process.install()
         yield
 
 

@@ -1,10 +1,11 @@
-"""Starts the roles and scripts of test jobs as forks of a process that has imported torch and persia already.
+"""Starts persia's commands and the scripts of tests as forks of a process that has imported torch and persia.
 
-Importing takes a role 1 s of a processor and a script with torch 3 s, of which tests of whole jobs would spend most
-of their time. The processes are real: each has a process ID, a group, an environment and an end of its own. Two
-things differ from a start by the command. What a library reads from the environment when it is imported comes from
-that of the test run, so a process with other variables of that kind is started by the command. And /proc/PID/cmdline
-names tests/preloaded_process.py. Everything but `LocalCluster` starts the command itself.
+Importing takes a role 1 s of a processor and a script with torch 3 s, which would be most of the time that tests of
+whole jobs take. The processes are real: each has a process ID, descriptors, an environment and an end of its own.
+They differ in two things from those that the command starts. What a library reads from the environment when it is
+imported comes from that of the test run, so processes with other variables of that kind are started as always. And
+/proc/PID/cmdline names tests/preloaded_process.py. Commands in shells, such as those of the documentation, and
+`python -c` are started as always, too.
 """
 
 from __future__ import annotations
@@ -16,78 +17,112 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-_ROLES = ("embedding-parameter-server", "embedding-worker", "data-loader", "nn-worker")
-_READ_AT_IMPORT = ("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "TORCH", "PERSIA_SIMD", "LANG", "LC_")
+_MODULES = ("persia.launcher", "persia.launcher.torchrun", "persia_k8s.cli")
+_READ_AT_IMPORT = (
+    *("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "TORCH", "PERSIA_SIMD", "LANG", "LC_"),
+)
+_BEFORE_NAMED = ["-I", "-S", "named_process.py"]
 _PR_SET_CHILD_SUBREAPER = 36
-
-Start = Callable[[Sequence[str], Mapping[str, str], IO[bytes] | None], Any]
-
-
-class Forked:
-    """Of subprocess.Popen, what a supervisor uses."""
-
-    def __init__(self, pid: int, stdout: IO[bytes]) -> None:
-        self.pid, self.stdout = pid, stdout
-
-    def wait(self) -> int:
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Preloaded:
-    """The process, started by the first request. `start` has the signature of supervisor.start_process."""
+    """The process with the modules, started by the first request, and the requests to it."""
 
-    def __init__(self, start_command: Start) -> None:
-        """`start_command`: starts everything else."""
-        self._start_command = start_command
+    def __init__(self, connection: socket.socket | None = None) -> None:
+        """`connection`: to the process, if it runs already."""
+        self._connection = connection
         self._lock = threading.Lock()
         self._env = _read_at_import(os.environ)
-        self._connection: socket.socket | None = None
         self._libc = ctypes.CDLL(None)
+        self._start_as_always: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
-    def start(self, command: Sequence[str], env: Mapping[str, str], stdin: IO[bytes] | None) -> Any:
-        # Python, "-I", "-S", named_process.py and a program stand before the command of the role.
-        role = list(command[5:])
-        is_role = role[1:3] == ["-m", "persia.launcher"] and role[3] in _ROLES
-        if not is_role or stdin is None or _read_at_import(env) != self._env:
-            return self._start_command(command, env, stdin)
-        with self._lock:
-            return self._fork(role, env, stdin)
+    def install(self) -> None:
+        """`subprocess.Popen` starts its processes by forks from now on, where it can."""
+        preloaded = self
+
+        def execute_child(popen: Any, *arguments: Any) -> None:
+            if not preloaded._fork(popen, *arguments):
+                preloaded._start_as_always(popen, *arguments)
+
+        subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Ends it; its forks stay."""
+        """Undoes `install`. Processes that run stay."""
+        subprocess.Popen._execute_child = self._start_as_always  # type: ignore[attr-defined]
         if self._connection is not None:
             self._connection.close()
             self._popen.wait(30)
 
-    def _fork(self, command: Sequence[str], env: Mapping[str, str], stdin: IO[bytes]) -> Forked:
+    def _fork(self, popen: Any, args: Any, _executable: Any, *rest: Any) -> bool:
+        """False: it is no process of this kind. `rest` has the order of CPython 3.10 to 3.13."""
+        preexec_fn, _close_fds, pass_fds, cwd, env, _startupinfo, _flags, shell = rest[:8]
+        pipes, how = rest[8:14], rest[14:]
+        p2cread, _p2cwrite, _c2pread, c2pwrite, _errread, errwrite = pipes
+        _restore_signals, gid, gids, uid, umask, new_session, *group = how
+        if preexec_fn or pass_fds or shell or isinstance(args, (str, bytes)) or (gid, gids, uid, umask) != _AS_HERE:
+            return False
+        env = dict(os.environ if env is None else env)
+        command = command_of([os.fspath(word) for word in args])
+        if command is None or _read_at_import(env) != self._env:
+            return False
+        request = {
+            "command": command,
+            "is_named": [*map(os.path.basename, args[1:4])] == _BEFORE_NAMED,
+            "env": env,
+            "folder": os.path.abspath(cwd or "."),
+            "session": bool(new_session),
+            "group": group[0] if group else -1,
+        }
+        descriptors = [fd if fd != -1 else own for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
+        with self._lock:
+            popen.pid = self._request(request, descriptors)
+        popen._child_created = True
+        popen._close_pipe_fds(*pipes)
+        return True
+
+    def _request(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         if self._connection is None:
             self._connection = self._begin()
-        request = {"command": command, "env": dict(env), "folder": os.getcwd()}
-        end, other_end = os.pipe()
         # For this moment alone: other orphans belong to init, as in production.
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], [stdin.fileno(), other_end])
-            answer = self._connection.recv(20)
+            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+            return int(self._connection.recv(20))
         finally:
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
-            os.close(other_end)
-        return Forked(int(answer), os.fdopen(end, "rb"))
 
     def _begin(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             script = Path(__file__).with_name("preloaded_process.py")
-            command = [sys.executable, "-u", script, str(theirs.fileno())]
-            self._popen = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            command = [sys.executable, "-u", str(script), str(theirs.fileno())]
+            number = [theirs.fileno()]
+            self._popen = subprocess.Popen(command, pass_fds=number, stdin=subprocess.DEVNULL)
         return ours
 
 
+_AS_HERE = (None, None, None, -1)  # group, groups, user, mask of a new process
+
+
+def command_of(words: list[str]) -> list[str] | None:
+    """The module or the path of a script, and its arguments. None: it is started as always."""
+    if [*map(os.path.basename, words[1:4])] == _BEFORE_NAMED:
+        words = words[5:]  # after the path of the program
+    if os.path.basename(words[0]) == "persia-launcher":
+        return ["persia.launcher", *words[1:]]
+    if words[0] != sys.executable:
+        return None
+    words = words[2:] if words[1] == "-u" else words[1:]
+    if words[0] == "-m" and words[1] in _MODULES:
+        return words[1:]
+    return words if words[0].endswith(".py") else None
+
+
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
-    # Output of roles is never buffered: Python is started so.
+    # Output is never buffered: the process runs as `python -u`.
     ignored = "PYTHONUNBUFFERED"
     return {n: v for n, v in env.items() if n.startswith(_READ_AT_IMPORT) and n != ignored}

@@ -1,13 +1,14 @@
-"""Imports what roles and scripts of a job import, and becomes such a process in each of its forks.
+"""Imports what processes of tests import, and becomes such a process in each of its forks.
 
-Run by tests/preloaded.py with the number of a socket. A request has the command, the environment, the working
-directory and the descriptors 0 and 1 of a new process; the answer is its process ID. The new process is adopted
-by the nearest ancestor that asked for orphans (PR_SET_CHILD_SUBREAPER): the process that has sent the request.
+Run by tests/preloaded.py with the number of a socket. A request has a command, an environment, a folder and the
+descriptors 0 to 2; the answer is the process ID. The new process is adopted by the nearest ancestor that asks for
+orphans (PR_SET_CHILD_SUBREAPER), which is the process that has sent the request.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import importlib.util
@@ -34,81 +35,90 @@ _MODULES = (
     "persia.roles.embedding_worker",
     "persia.roles.parameter_server",
     "persia.train",
+    "persia_k8s.cli",
     "pydantic.dataclasses",
     "sympy",
     "torch._dynamo",
 )
+_execve = os.execve
 
 
 class _Exec(BaseException):
     """In place of os.execve: another Python would have to import everything again."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        super().__init__("a fork of tests/preloaded.py becomes another program")
-        self.command, self.env = list(command), dict(env)
+    def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        super().__init__("the process becomes another script")
+        self.words, self.env = list(words), dict(env)
 
 
 def main() -> None:
-    """Serves requests until the other end is closed; in a fork, runs what was asked for."""
+    """Answers requests until the other end is closed. In a fork, runs what was asked for."""
+    sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # for tests.preloaded
     for name in _MODULES:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # persia_k8s is not there, or a package of it
+            importlib.import_module(name)
     # Collections in a fork would write to, and so copy, the memory of all these modules.
     gc.collect()
     gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
+
+
+def _serve(connection: socket.socket) -> None:
+    """Also in a fork that starts processes of this kind itself, such as torchrun."""
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"forks of a process with {len(threads)} threads may hang"
-    connection = socket.socket(fileno=int(sys.argv[1]))
     while True:
-        message, descriptors, _flags, _address = socket.recv_fds(connection, 1 << 20, 2)
+        message, descriptors, _flags, _address = socket.recv_fds(connection, 1 << 20, 3)
         if not message:
             return
         request = json.loads(message)
-        pid = _fork_orphan()
+        pid = _fork_orphan(request)
         if pid == 0:
-            connection.close()
-            break
+            _end(_run(request, descriptors))
         connection.send(b"%d" % pid)
         for descriptor in descriptors:
             os.close(descriptor)
-    # As named_process.py does.
-    os.write(descriptors[0], b"+%d\n" % os.getpid())
-    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-    os.dup2(descriptors[1], 1)
-    os.dup2(descriptors[1], 2)
-    os.closerange(3, 64)
-    os.chdir(request["folder"])
-    _end(_run(request["command"], request["env"]))
 
 
-def _fork_orphan() -> int:
-    """Its process ID, which also is that of its group; 0 in the new process."""
+def _fork_orphan(request: Mapping[str, Any]) -> int:
+    """Its process ID; 0 in the new process."""
     end, other_end = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = os.fork()
-        if pid == 0:
-            return 0
-        os.setpgid(pid, pid)
-        os.write(other_end, b"%d" % pid)
-        os._exit(0)
-    os.waitpid(between, 0)
+        if os.fork() != 0:
+            os._exit(0)
+        if request["session"]:
+            os.setsid()
+        elif request["group"] >= 0:
+            os.setpgid(0, request["group"])
+        os.write(other_end, b"%d" % os.getpid())
+        return 0
     pid = int(os.read(end, 20))
+    os.waitpid(between, 0)
     os.close(end)
     os.close(other_end)
     return pid
 
 
-def _run(command: list[str], env: dict[str, str]) -> int:
+def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
     """The exit code."""
-    os.execve = _exec
+    if request["is_named"]:  # as named_process.py does
+        os.write(descriptors[0], b"+%d\n" % os.getpid())
+        os.dup2(os.open(os.devnull, os.O_RDWR), descriptors[0])
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    os.closerange(3, 256)
+    os.chdir(request["folder"])
+    os.execve, os.execv = _exec, lambda path, words: _exec(path, words, os.environ)
     # Python seeds its own generators anew in a fork, numpy does not.
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
+    command, env = request["command"], request["env"]
     while True:
         try:
             _become_main(command, env)
             return 0
-        except _Exec as request:
-            command, env = request.command, request.env
+        except _Exec as other:
+            command, env = other.words, other.env
         except SystemExit as end:
             if end.code is None or isinstance(end.code, int):
                 return end.code or 0
@@ -117,6 +127,15 @@ def _run(command: list[str], env: dict[str, str]) -> int:
         except BaseException:
             sys.excepthook(*sys.exc_info())
             return 1
+
+
+def _exec(path: str, words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    from tests.preloaded import command_of
+
+    command = command_of(list(words)) if path == sys.executable else None
+    if command is None:
+        _execve(path, words, env)
+    raise _Exec(command, env)
 
 
 def _end(exit_code: int) -> NoReturn:
@@ -128,34 +147,40 @@ def _end(exit_code: int) -> NoReturn:
     os._exit(exit_code)
 
 
-def _exec(_path: str, command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    raise _Exec(command, env)
-
-
-def _become_main(command: list[str], env: dict[str, str]) -> None:
-    """`command`: Python, perhaps "-u", and a script or "-m" and a module."""
+def _become_main(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Runs a module or a script as Python does."""
     os.environ.clear()
     os.environ.update(env)
-    _python, *words = command
-    if words[0] == "-u":
-        del words[0]
+    name, *arguments = command
     module: Any = types.ModuleType("__main__")
-    if words[0] == "-m":
-        name = words[1]
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
+    if name.endswith(".py"):
+        path, folder = name, str(Path(name).resolve().parent)
+    else:
+        spec: Any = importlib.util.find_spec(name)
         if spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
-        assert spec is not None and spec.origin is not None
         module.__spec__, module.__package__ = spec, spec.parent
-        path, folder, arguments = spec.origin, os.getcwd(), words[2:]
-    else:
-        path, folder, arguments = words[0], str(Path(words[0]).resolve().parent), words[1:]
+        path, folder = spec.origin, os.getcwd()
+    if name == "persia.launcher.torchrun" or command[:2] == ["persia.launcher", "local"]:
+        _preload_for_children()
     module.__file__ = path
     sys.argv = [path, *arguments]
     sys.path[0] = folder
     sys.modules["__main__"] = module
     exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+
+
+def _preload_for_children() -> None:
+    """What this process starts is forked, too, from a copy of it."""
+    from tests.preloaded import Preloaded
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        _serve(theirs)
+        os._exit(0)
+    theirs.close()
+    Preloaded(ours).install()
 
 
 if __name__ == "__main__":

@@ -93,16 +93,6 @@ class SupervisedProcess(ABC):
         self._sink(self.name, line)
 
 
-def start_process(
-    command: Sequence[str], env: Mapping[str, str], stdin: IO[bytes] | None
-) -> subprocess.Popen[bytes]:
-    """Starts a process that leads a group of its own; its output and errors go into one pipe."""
-    # A process must not take input from the terminal of the launcher.
-    given = subprocess.DEVNULL if stdin is None else stdin
-    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen(command, env=env, stdin=given, **output, **_GROUP_OF_ITS_OWN)
-
-
 class ManagedProcess(SupervisedProcess):
     """A process of a `Supervisor`, on this machine."""
 
@@ -121,11 +111,15 @@ class ManagedProcess(SupervisedProcess):
         self._lock = threading.Lock()
         self._is_reaped = False  # its pid may then belong to another process; guarded by _lock
         program = _program_of(spec)
-        self._popen = start_process(
+        self._popen = subprocess.Popen(
             [*(() if watchdog is None else (*_script("named_process.py"), program)), *spec.command],
             # For its metrics and status: a process does not know how often it was started.
-            {**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
-            watchdog,
+            env={**spec.env, "PERSIA_RESTARTS": str(num_restarts)},
+            # A process must not take input from the terminal of the launcher.
+            stdin=subprocess.DEVNULL if watchdog is None else watchdog,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **_GROUP_OF_ITS_OWN,
         )
         self._num_lines = 0
         self._reader = threading.Thread(target=self._read, name=f"persia-output-{spec.name}", daemon=True)
