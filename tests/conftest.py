@@ -53,11 +53,19 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
         )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--start-as-always`."""
+    parser.addoption(
+        "--start-as-always", action="store_true", help="do not fork processes of tests: tests/preloaded.py"
+    )
+
+
 @pytest.fixture(scope="session", autouse=True)
-def preloaded() -> Iterator[None]:
-    """Processes of tests are forks of one that has imported torch: tests/preloaded.py."""
+def preloaded(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Forks Python processes of tests from one that has imported torch: tests/preloaded.py."""
     with closing(Preloaded()) as process:
-        process.install()
+        if not pytestconfig.getoption("start_as_always"):
+            process.install()
         yield
 
 

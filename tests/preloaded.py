@@ -1,11 +1,11 @@
 """Starts persia's commands and the scripts of tests as forks of a process that has imported torch and persia.
 
-Importing takes a role 1 s of a processor and a script with torch 3 s, which would be most of the time that tests of
-whole jobs take. The processes are real: each has a process ID, descriptors, an environment and an end of its own.
-They differ in two things from those that the command starts. What a library reads from the environment when it is
-imported comes from that of the test run, so processes with other variables of that kind are started as always. And
-/proc/PID/cmdline names tests/preloaded_process.py. Commands in shells, such as those of the documentation, and
-`python -c` are started as always, too.
+Importing takes a role 1 s of a processor and a script with torch 3 s, which would be most of the time that
+tests of whole jobs take. The processes are real: each has a process ID, descriptors, an environment and an
+end of its own. They differ in one thing from those that the command starts: what a library reads from the
+environment when it is imported comes from that of the test run, so processes with other variables of that
+kind are started as always. Commands in shells, such as those of the documentation, and `python -c` are
+started as always, too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-_MODULES = ("persia.launcher", "persia.launcher.torchrun", "persia_k8s.cli")
+_PACKAGES = ("benchmarks", "persia", "persia_k8s")
 _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "TORCH", "PERSIA_SIMD", "LANG", "LC_"),
 )
@@ -63,7 +64,13 @@ class Preloaded:
         pipes, how = rest[8:14], rest[14:]
         p2cread, _p2cwrite, _c2pread, c2pwrite, _errread, errwrite = pipes
         _restore_signals, gid, gids, uid, umask, new_session, *group = how
-        if preexec_fn or pass_fds or shell or isinstance(args, (str, bytes)) or (gid, gids, uid, umask) != _AS_HERE:
+        if (
+            preexec_fn
+            or pass_fds
+            or shell
+            or isinstance(args, (str, bytes))
+            or (gid, gids, uid, umask) != _AS_HERE
+        ):
             return False
         env = dict(os.environ if env is None else env)
         command = command_of([os.fspath(word) for word in args])
@@ -76,6 +83,7 @@ class Preloaded:
             "folder": os.path.abspath(cwd or "."),
             "session": bool(new_session),
             "group": group[0] if group else -1,
+            "limits": {number: resource.getrlimit(number) for number in _LIMITS},
         }
         descriptors = [fd if fd != -1 else own for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
         with self._lock:
@@ -99,12 +107,14 @@ class Preloaded:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             script = Path(__file__).with_name("preloaded_process.py")
-            command = [sys.executable, "-u", str(script), str(theirs.fileno())]
+            room = "-" * 8000  # for the command lines of the forks
+            command = [sys.executable, "-u", str(script), str(theirs.fileno()), room]
             number = [theirs.fileno()]
             self._popen = subprocess.Popen(command, pass_fds=number, stdin=subprocess.DEVNULL)
         return ours
 
 
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _AS_HERE = (None, None, None, -1)  # group, groups, user, mask of a new process
 
 
@@ -117,7 +127,7 @@ def command_of(words: list[str]) -> list[str] | None:
     if words[0] != sys.executable:
         return None
     words = words[2:] if words[1] == "-u" else words[1:]
-    if words[0] == "-m" and words[1] in _MODULES:
+    if words[0] == "-m" and words[1].partition(".")[0] in _PACKAGES:
         return words[1:]
     return words if words[0].endswith(".py") else None
 

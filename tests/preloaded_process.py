@@ -1,19 +1,22 @@
 """Imports what processes of tests import, and becomes such a process in each of its forks.
 
-Run by tests/preloaded.py with the number of a socket. A request has a command, an environment, a folder and the
-descriptors 0 to 2; the answer is the process ID. The new process is adopted by the nearest ancestor that asks for
-orphans (PR_SET_CHILD_SUBREAPER), which is the process that has sent the request.
+Run by tests/preloaded.py with the number of a socket. A request has a command, an environment, a folder and
+the descriptors 0 to 2; the answer is the process ID. The new process is adopted by the nearest ancestor
+that asks for orphans (PR_SET_CHILD_SUBREAPER), which is the process that has sent the request.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.util
 import json
 import os
+import resource
+import signal
 import socket
 import sys
 import threading
@@ -101,7 +104,7 @@ def _fork_orphan(request: Mapping[str, Any]) -> int:
 
 
 def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-    """The exit code."""
+    """The exit code; negative: the signal that ends it."""
     if request["is_named"]:  # as named_process.py does
         os.write(descriptors[0], b"+%d\n" % os.getpid())
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptors[0])
@@ -109,6 +112,8 @@ def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         os.dup2(descriptor, number)
     os.closerange(3, 256)
     os.chdir(request["folder"])
+    for kind, limits in request["limits"].items():
+        resource.setrlimit(int(kind), limits)
     os.execve, os.execv = _exec, lambda path, words: _exec(path, words, os.environ)
     # Python seeds its own generators anew in a fork, numpy does not.
     np.random.seed(int.from_bytes(os.urandom(4), "little"))
@@ -124,9 +129,9 @@ def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
                 return end.code or 0
             print(end.code, file=sys.stderr)
             return 1
-        except BaseException:
+        except BaseException as error:
             sys.excepthook(*sys.exc_info())
-            return 1
+            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _exec(path: str, words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
@@ -144,6 +149,9 @@ def _end(exit_code: int) -> NoReturn:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if exit_code < 0:
+        signal.signal(-exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
 
 
@@ -154,20 +162,31 @@ def _become_main(command: Sequence[str], env: Mapping[str, str]) -> None:
     name, *arguments = command
     module: Any = types.ModuleType("__main__")
     if name.endswith(".py"):
-        path, folder = name, str(Path(name).resolve().parent)
+        path = name
+        sys.path[0] = str(Path(name).resolve().parent)
     else:
+        sys.path[0] = os.getcwd()
         spec: Any = importlib.util.find_spec(name)
         if spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
         module.__spec__, module.__package__ = spec, spec.parent
-        path, folder = spec.origin, os.getcwd()
+        path = spec.origin
     if name == "persia.launcher.torchrun" or command[:2] == ["persia.launcher", "local"]:
         _preload_for_children()
+    _show([sys.executable, *(() if path == name else ("-m",)), *command])
     module.__file__ = path
     sys.argv = [path, *arguments]
-    sys.path[0] = folder
     sys.modules["__main__"] = module
     exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+
+
+def _show(words: Sequence[str]) -> None:
+    """Writes the words of the command to where /proc/PID/cmdline has them."""
+    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, line, len(line))
 
 
 def _preload_for_children() -> None:

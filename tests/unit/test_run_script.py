@@ -174,7 +174,9 @@ def test_what_runs_beside_fails_and_says_so_when_it_is_awaited(tmp_path: Path) -
 
 
 def test_what_runs_beside_ends_with_the_command(tmp_path: Path) -> None:
-    script = "beside slow sleep 300; until grep -qs sleep /proc/$!/cmdline; do sleep 0.01; done; echo $!; exit 3"
+    script = (
+        "beside slow sleep 300; until grep -qs sleep /proc/$!/cmdline; do sleep 0.01; done; echo $!; exit 3"
+    )
     finished = call(tmp_path, script)
     assert finished.returncode == 3
     for _ in Attempts(30.0, pause_s=0.01):
