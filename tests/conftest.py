@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from persia.pipeline.slot_rows import slot_signs
 from persia.security import identity
 from persia.security.secret import TRAINER, WORKER
 from persia.testing import LocalCluster, LocalNats
+from tests.preloaded import Preloaded
 
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
 os.environ["PERSIA_JOB_SECRET"] = f"persia1.job.{secrets.token_hex(32)}"
@@ -50,6 +51,22 @@ def pytest_terminal_summary(terminalreporter: Any) -> Generator[None, None, None
             f"{count} tests were skipped for want of a Kubernetes API server or Prometheus: "
             "`./run extras` installs both, then run the tests again"
         )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--start-as-always`."""
+    parser.addoption(
+        "--start-as-always", action="store_true", help="do not fork processes of tests: tests/preloaded.py"
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def preloaded(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Forks Python processes of tests from one that has imported torch: tests/preloaded.py."""
+    with closing(Preloaded()) as process:
+        if not pytestconfig.getoption("start_as_always"):
+            process.install()
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from persia.waiting import Attempts
+
 RUN = Path(__file__).resolve().parents[2] / "run"
 
 
@@ -163,13 +165,33 @@ def test_a_build_shows_its_progress(tmp_path: Path) -> None:
     assert (finished.stdout, finished.stderr.splitlines()) == ("", shown)
 
 
+def test_what_runs_beside_fails_and_says_so_when_it_is_awaited(tmp_path: Path) -> None:
+    script = "good() { echo compiled; }; bad() { echo the reason; false; echo more; };"
+    script += "beside good good; beside bad bad; echo front; await good; await bad; echo behind"
+    finished = call(tmp_path, script)
+    assert finished.returncode == 1
+    assert (finished.stdout, finished.stderr) == ("front\n", "compiled\nthe reason\n")
+
+
+def test_what_runs_beside_ends_with_the_command(tmp_path: Path) -> None:
+    script = (
+        "beside slow sleep 300; until grep -qs sleep /proc/$!/cmdline; do sleep 0.01; done; echo $!; exit 3"
+    )
+    finished = call(tmp_path, script)
+    assert finished.returncode == 3
+    for _ in Attempts(30.0, pause_s=0.01):
+        if not Path(f"/proc/{int(finished.stdout)}").exists():
+            return
+    pytest.fail("it still runs")
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_failed_build_is_an_error_with_its_last_lines(tmp_path: Path, status: int) -> None:
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f"#!/bin/sh\necho '[1/1] Building'\necho 'the reason' >&2\nexit {status}\n")
     python.chmod(0o755)
-    finished = call(tmp_path, "build_persia")
+    finished = call(tmp_path, "compile_module")
     assert (finished.returncode != 0) == (status != 0)
     assert ("the reason" in finished.stderr) == (status != 0)
     assert "the reason" in (tmp_path / "build" / "setup.log").read_text(encoding="utf-8")
