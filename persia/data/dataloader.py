@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -63,6 +64,7 @@ class DataLoader:
         self.num_workers = 1 if reproducible else num_workers
         self.reproducible = reproducible
         self.embedding_staleness = embedding_staleness
+        self.waited_s = 0.0  # seconds that loops over it have waited for a batch
         self._stream: tuple[BatchPipeline, Prefetcher] | None = None
         self._stream_ended = False
 
@@ -110,8 +112,10 @@ class DataLoader:
 
     def _batches(self, prefetcher: Prefetcher) -> Iterator[PersiaTrainingBatch]:
         while True:
+            begin = time.monotonic()
             with WAIT_FOR_BATCH:
                 batch = prefetcher.next(self.timeout_ms / 1000)
+            self.waited_s += time.monotonic() - begin
             if batch is None:
                 return
             yield batch

@@ -26,7 +26,6 @@ from persia.embedding.lr_schedule import check_steps_alone
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 from persia.nn import EarlyStopping
 from persia.observability import report
-from persia.observability.phases import WAIT_FOR_BATCH
 from persia.pipeline.position import DataPosition
 from persia.storage.location import Location
 from persia.train.callbacks import Callback
@@ -42,8 +41,7 @@ class Fit:
     best_step: int | None  # of the best evaluation, whose model and rows the context has; None: no evaluation
     best: dict[str, float]  # `ClickQuality.values()` of that evaluation: its counts of samples are int
     stopped_early: bool
-    # That training waited for its next batch, the first one included; evaluations are left out.
-    waited_s: float = field(default=0.0, compare=False)
+    waited_s: float = field(default=0.0, compare=False)  # for batches to train, the first one included
 
 
 class Trainer:
@@ -115,7 +113,6 @@ class Trainer:
         self.schedulers, self.callbacks = list(schedulers), list(callbacks)
         self.stopping = EarlyStopping(metric, patience=patience, target=target)
         self._evaluated = 0  # the step of the last evaluation
-        self._waited_for_valid = 0.0  # seconds that evaluations of a `fit` waited for batches
         self._loaded: Mapping[str, Any] = {}  # by a recovery, for the next `fit`
         # Of the best evaluation and of the newest one: where checkpoints are.
         self._places = [] if self.directory is None else [self.directory / name for name in ("best", "last")]
@@ -154,7 +151,7 @@ class Trainer:
         left = [trained.count_missing(rank, ctx.world_size, num_batches) for rank in range(ctx.world_size)]
         end, all_train_until = ctx.step + max(left), ctx.step + min(left)
         every = self.evaluate_every or -(-len(self.train) // ctx.world_size)
-        waited, self._waited_for_valid = _waited_s(), 0.0
+        batches = DataLoader(StreamingDataset(loader=self.load), **loader_options)
         sums = torch.zeros(2, device=ctx.device)  # of finite losses, and their number
         with ExitStack() as resources:
             for callback in self.callbacks if ctx.rank == 0 else ():
@@ -163,12 +160,11 @@ class Trainer:
             bar = Progress(console=self._console, disable=ctx.rank > 0 or not self._console.is_terminal)
             resources.enter_context(bar)
             task = bar.add_task("training", total=end, completed=ctx.step)
-            for batch in DataLoader(StreamingDataset(loader=self.load), **loader_options):
+            for batch in batches:
                 self._train(ctx, batch, sums)
                 bar.update(task, completed=ctx.step)
                 if ctx.step % self.log_every == 0:
-                    mean = (sums[0] / sums[1]).item()
-                    self._log(ctx, {"loss": mean})
+                    self._log(ctx, {"loss": (mean := (sums[0] / sums[1]).item())})
                     bar.update(task, description=f"loss {mean:.4f}")
                     sums.zero_()
                 # A rank that has no more batches takes part in no evaluation until all have ended.
@@ -186,8 +182,7 @@ class Trainer:
                 ctx.load_checkpoint(str(self._places[0]))
                 self._console.print(f"loaded the best checkpoint, of step {ctx.step}")
         stopped_early = stopping.reason is not None and self._evaluated < end
-        waited = _waited_s() - waited - self._waited_for_valid
-        return Fit(self._evaluated, stopping.best_step, stopping.best, stopped_early, waited)
+        return Fit(self._evaluated, stopping.best_step, stopping.best, stopped_early, batches.waited_s)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been evaluated, and the states of the schedulers: for `Recovery(state=...)`."""
@@ -210,8 +205,7 @@ class Trainer:
             )
         output, labels = ctx.forward(batch)
         assert labels is not None, "only inference has none"
-        loss = self.loss(output, labels[0])
-        ctx.backward(loss)
+        ctx.backward(loss := self.loss(output, labels[0]))
         for scheduler in self.schedulers:
             scheduler.step()
         loss = loss.detach().float().reshape(())
@@ -231,9 +225,7 @@ class Trainer:
         if self.valid is None:
             wait_for_updates(ctx)
         else:
-            before = _waited_s()
             quality = self.evaluate(ctx, self.valid)
-            self._waited_for_valid += _waited_s() - before
             self._log(ctx, quality.values())
             self._has_best = self.stopping.update(ctx.step, quality)
             self._console.print(f"step {ctx.step}: {quality.summary()}{' (best)' if self._has_best else ''}")
@@ -309,11 +301,6 @@ class Trainer:
                 f"schedulers= has {len(self.schedulers)}: pass the same, or {remedy}"
             )
         return state
-
-
-def _waited_s() -> float:
-    """The seconds that loops of this process have waited for batches."""
-    return WAIT_FOR_BATCH.stats.snapshot()[1]
 
 
 def _cross_entropy(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
