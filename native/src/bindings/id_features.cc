@@ -43,7 +43,7 @@ FeatureArrays ArraysOf(const py::tuple& feature) {
   return arrays;
 }
 
-py::bytes Encode(uint32_t batch_size, const std::vector<py::tuple>& features) {
+py::bytes EncodeFeatures(uint32_t batch_size, const std::vector<py::tuple>& features) {
   std::vector<FeatureArrays> arrays;
   // The features view the arrays, and these the Python objects, which stay alive until the message
   // is made.
@@ -96,7 +96,7 @@ py::list IdFeaturesToList(const py::buffer& message) {
 }  // namespace
 
 void BindIdFeatures(py::module_& module) {
-  module.def("encode_id_features", &Encode, py::arg("batch_size"), py::arg("features"));
+  module.def("encode_id_features", &EncodeFeatures, py::arg("batch_size"), py::arg("features"));
   module.def("decode_id_features", &IdFeaturesToList, py::arg("message"));
 }
 
