@@ -20,6 +20,7 @@ __all__ = ["Outcome", "closed_loop", "open_loop"]
 
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+_MAX_CONCURRENT_STREAMS = 3  # a setting
 _FRAME_BYTES = 16384
 _WINDOW_BYTES = 2**31 - 1
 _DEFAULT_WINDOW = 65535
@@ -65,6 +66,7 @@ class _Connection:
         self._socket.setblocking(False)
         self._out, self._in = bytearray(), bytearray()
         self._window, self._next = _DEFAULT_WINDOW, 1
+        self._most_open = 100  # until the server says otherwise
         self._open: dict[int, tuple[float, float, bool]] = {}  # due, sent, whether a message came
         self.outcome = Outcome()
 
@@ -73,7 +75,8 @@ class _Connection:
         return len(self._open)
 
     def fits(self, message: bytes) -> bool:
-        return len(self._out) < _OUT_BYTES and len(message) + 5 <= self._window
+        is_narrow = len(self._out) >= _OUT_BYTES or self.num_open >= self._most_open
+        return not is_narrow and len(message) + 5 <= self._window
 
     def begin(self, message: bytes, due_s: float, timeout_s: float) -> None:
         stream, self._next = self._next, self._next + 2
@@ -115,6 +118,9 @@ class _Connection:
         del self._in[:begin]
 
     def _take(self, kind: int, flags: int, stream: int, payload: bytearray) -> None:
+        if kind == _SETTINGS:
+            values = dict(struct.iter_unpack(">HI", payload))
+            self._most_open = values.get(_MAX_CONCURRENT_STREAMS, self._most_open)
         if kind in (_SETTINGS, _PING) and not flags & _ACK:
             self._out += _frame(kind, _ACK, 0, b"" if kind == _SETTINGS else bytes(payload))
         elif kind == _WINDOW and stream == 0:

@@ -188,19 +188,17 @@ def measure_capacity(server: tuple[str, int], folder: Path, seconds: float) -> N
     """
     address, pid = server
     messages = requests(folder)
-    for what, asked, floor in (
-        ("as they are", messages, 1600),
-        ("1 sample", [single(request) for request in messages], 5000),
-    ):
+    one = [single(request) for request in messages]
+    for what, asked, floor in (("1 sample", one, 5000), ("as they are", messages, 1600)):
         most, by_cpu = throughput(address, pid, asked, seconds)
         print(f"most requests/s, {what}: {most:,.0f}; by processor time {by_cpu:,.0f} (floor {floor:,})")
-        for times, share in ((2, 0.9), (10, 0.8)):
-            in_time, refused_s = overloaded(address, asked, times * most, seconds)
-            print(
-                f"  {times} times as many offered, {DEADLINE_S * 1e3:.0f} ms deadlines: {in_time / most:.0%} "
-                f"of them answered in time (floor {share:.0%}), a refusal takes {refused_s * 1e6:,.0f} us",
-                flush=True,
-            )
+    for times, share in ((2, 0.9), (10, 0.8)):
+        in_time, refused_s = overloaded(address, messages, times * most, seconds)
+        print(
+            f"  {times} times as many offered, {DEADLINE_S * 1e3:.0f} ms deadlines: {in_time / most:.0%} "
+            f"of them answered in time (floor {share:.0%}), a refusal takes {refused_s * 1e6:,.0f} us",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
