@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import yaml
@@ -91,8 +90,8 @@ _SCALE = {
 }
 
 
-def _column(name: str, path: str, kind: str = "string", **priority: int) -> dict[str, Any]:
-    return {"name": name, "type": kind, "jsonPath": path, **priority}
+def _column(name: str, path: str, kind: str = "string", priority: int = 0) -> dict[str, Any]:
+    return {"name": name, "type": kind, "jsonPath": path, "priority": priority}
 
 
 _COLUMNS = [
@@ -113,14 +112,11 @@ _COLUMNS = [
 
 def crd_yaml() -> str:
     head = "# Written by `persia-k8s-utils gencrd`.\n"
-    return head + yaml.safe_dump(_with_shared_parts(crd_manifest(), {}), sort_keys=False, width=110)
+    return head + yaml.dump(crd_manifest(), sort_keys=False, width=110, Dumper=_PlainDumper)
 
 
-def _with_shared_parts(value: Any, parts: dict[str, Any]) -> Any:
-    """Makes equal parts one object, which YAML has once, under an anchor: the roles share most fields."""
-    if isinstance(value, dict):
-        value = {name: _with_shared_parts(item, parts) for name, item in value.items()}
-    elif isinstance(value, list):
-        value = [_with_shared_parts(item, parts) for item in value]
-    text = json.dumps(value)
-    return parts.setdefault(text, value) if len(text) > 50 and not isinstance(value, str) else value
+class _PlainDumper(yaml.SafeDumper):
+    """Writes schemas that several fields share in full: few readers know YAML's anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
