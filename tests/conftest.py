@@ -29,6 +29,10 @@ from tests.preloaded import Preloaded
 # Of this run alone: tests must not use, or create, the secret of the user who runs them.
 os.environ["PERSIA_JOB_SECRET"] = f"persia1.job.{secrets.token_hex(32)}"
 
+# As `./run test` has it: threads of numpy and torch that spin take the cores from other processes, and a
+# process with threads cannot be forked (tests/preloaded.py).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Without it, an example may take 0.2 s, which a busy machine exceeds.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")

@@ -1,19 +1,22 @@
-"""Starts persia's commands and the scripts of tests as forks of a process that has imported torch and persia.
+"""Starts persia's commands and scripts of tests as forks of a process that has imported torch and persia.
 
 Importing takes a role 1 s of a processor and a script with torch 3 s, which would be most of the time that
-tests of whole jobs take. The processes are real: each has a process ID, descriptors, an environment and an
-end of its own. They differ in one thing from those that the command starts: what a library reads from the
-environment when it is imported comes from that of the test run, so processes with other variables of that
-kind are started as always. Commands in shells, such as those of the documentation, and `python -c` are
-started as always, too.
+tests of whole jobs take. The processes are real: each has a process ID, descriptors, an environment, limits
+and an end of its own. A fork differs from what the command starts in that more modules are imported than it
+needs, what libraries read from the environment when they are imported comes from that of the test run (a
+process with other variables of that kind is started as always), and /proc/PID/environ is that of the test
+run. Commands in shells, such as those of the documentation, and `python -c` are started as always, too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +27,14 @@ from typing import Any
 
 _PACKAGES = ("benchmarks", "persia", "persia_k8s")
 _READ_AT_IMPORT = (
-    *("PYTHON", "LD_", "OMP_", "MKL_", "KMP_", "GLIBC_", "MALLOC_", "TORCH", "PERSIA_SIMD", "LANG", "LC_"),
+    *("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "GOMP_", "GLIBC_", "MALLOC_", "TORCH", "ATEN_"),
+    *("PERSIA_SIMD", "LANG", "LC_", "TZ"),
 )
 _BEFORE_NAMED = ["-I", "-S", "named_process.py"]
 _PR_SET_CHILD_SUBREAPER = 36
+_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+
+start_as_always: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
 
 class Preloaded:
@@ -36,10 +43,11 @@ class Preloaded:
     def __init__(self, connection: socket.socket | None = None) -> None:
         """`connection`: to the process, if it runs already."""
         self._connection = connection
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._has_failed = False  # all is started as always from now on
         self._lock = threading.Lock()
-        self._env = _read_at_import(os.environ)
+        self._pid, self._env = os.getpid(), dict(os.environ)
         self._libc = ctypes.CDLL(None)
-        self._start_as_always: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def install(self) -> None:
         """`subprocess.Popen` starts its processes by forks from now on, where it can."""
@@ -47,89 +55,110 @@ class Preloaded:
 
         def execute_child(popen: Any, *arguments: Any) -> None:
             if not preloaded._fork(popen, *arguments):
-                preloaded._start_as_always(popen, *arguments)
+                start_as_always(popen, *arguments)
 
         subprocess.Popen._execute_child = execute_child  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Undoes `install`. Processes that run stay."""
-        subprocess.Popen._execute_child = self._start_as_always  # type: ignore[attr-defined]
+        subprocess.Popen._execute_child = start_as_always  # type: ignore[attr-defined]
         if self._connection is not None:
             self._connection.close()
+        if self._popen is not None:
             self._popen.wait(30)
 
-    def _fork(self, popen: Any, args: Any, _executable: Any, *rest: Any) -> bool:
-        """False: it is no process of this kind. `rest` has the order of CPython 3.10 to 3.13."""
-        preexec_fn, _close_fds, pass_fds, cwd, env, _startupinfo, _flags, shell = rest[:8]
+    def _fork(self, popen: Any, args: Any, executable: Any, *rest: Any) -> bool:
+        """False: it is started as always. `rest` has the order of CPython 3.10 to 3.13."""
+        preexec_fn, close_fds, pass_fds, cwd, env, _startupinfo, _flags, shell = rest[:8]
         pipes, how = rest[8:14], rest[14:]
         p2cread, _p2cwrite, _c2pread, c2pwrite, _errread, errwrite = pipes
-        _restore_signals, gid, gids, uid, umask, new_session, *group = how
-        if (
-            preexec_fn
-            or pass_fds
-            or shell
-            or isinstance(args, (str, bytes))
-            or (gid, gids, uid, umask) != _AS_HERE
-        ):
+        restore_signals, *who, new_session = how[:6]
+        group = how[6] if len(how) > 6 else -1
+        # A fork of this process is no ancestor of what it would ask for, and could not wait for it.
+        is_elsewhere = self._has_failed or os.getpid() != self._pid
+        is_special = (
+            preexec_fn or pass_fds or executable or shell or who != [None, None, None, -1] or group > 0
+        )
+        if is_elsewhere or is_special or not close_fds or not restore_signals:
             return False
-        env = dict(os.environ if env is None else env)
-        command = command_of([os.fspath(word) for word in args])
-        if command is None or _read_at_import(env) != self._env:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
+        command = command_of([os.fsdecode(word) for word in words])
+        env = {
+            os.fsdecode(name): os.fsdecode(value)
+            for name, value in (os.environ if env is None else env).items()
+        }
+        folder = os.path.abspath(os.fsdecode(cwd or "."))
+        if command is None or _read_at_import(env) != _read_at_import(self._env) or not os.path.isdir(folder):
             return False
         request = {
             "command": command,
-            "is_named": [*map(os.path.basename, args[1:4])] == _BEFORE_NAMED,
+            "is_named": [*map(os.path.basename, map(os.fsdecode, words[1:4]))] == _BEFORE_NAMED,
             "env": env,
-            "folder": os.path.abspath(cwd or "."),
+            "folder": folder,
             "session": bool(new_session),
-            "group": group[0] if group else -1,
+            "group": group,
             "limits": {number: resource.getrlimit(number) for number in _LIMITS},
+            "umask": int(re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())[0], 8),
+            "cores": sorted(os.sched_getaffinity(0)),
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         }
         descriptors = [fd if fd != -1 else own for own, fd in enumerate((p2cread, c2pwrite, errwrite))]
         with self._lock:
-            popen.pid = self._request(request, descriptors)
-        popen._child_created = True
+            pid = self._request(request, descriptors)
+        if pid is None:
+            return False
+        popen.pid, popen._child_created = pid, True
         popen._close_pipe_fds(*pipes)
         return True
 
-    def _request(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        if self._connection is None:
-            self._connection = self._begin()
+    def _request(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int | None:
+        """The process ID; None: the process with the modules has ended, or cannot be forked."""
         # For this moment alone: other orphans belong to init, as in production.
         self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        answer = b""
         try:
-            socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
-            return int(self._connection.recv(20))
+            if self._connection is None:
+                self._connection = self._begin()
+            with contextlib.suppress(OSError):
+                socket.send_fds(self._connection, [json.dumps(request).encode()], descriptors)
+                answer = self._connection.recv(20)
         finally:
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
+        if not answer:
+            self._has_failed = True
+            print(
+                "tests/preloaded_process.py has ended: processes of tests are started as always",
+                file=sys.stderr,
+            )
+            return None
+        return int(answer)
 
     def _begin(self) -> socket.socket:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             script = Path(__file__).with_name("preloaded_process.py")
             room = "-" * 8000  # for the command lines of the forks
-            command = [sys.executable, "-u", str(script), str(theirs.fileno()), room]
-            number = [theirs.fileno()]
-            self._popen = subprocess.Popen(command, pass_fds=number, stdin=subprocess.DEVNULL)
+            self._popen = subprocess.Popen(
+                [sys.executable, "-u", str(script), str(theirs.fileno()), room],
+                env=self._env,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
         return ours
-
-
-_LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-_AS_HERE = (None, None, None, -1)  # group, groups, user, mask of a new process
 
 
 def command_of(words: list[str]) -> list[str] | None:
     """The module or the path of a script, and its arguments. None: it is started as always."""
     if [*map(os.path.basename, words[1:4])] == _BEFORE_NAMED:
         words = words[5:]  # after the path of the program
-    if os.path.basename(words[0]) == "persia-launcher":
+    if words and os.path.basename(words[0]) == "persia-launcher":
         return ["persia.launcher", *words[1:]]
-    if words[0] != sys.executable:
+    if words[:1] != [sys.executable]:
         return None
-    words = words[2:] if words[1] == "-u" else words[1:]
-    if words[0] == "-m" and words[1].partition(".")[0] in _PACKAGES:
+    words = words[2:] if words[1:2] == ["-u"] else words[1:]
+    if len(words) > 1 and words[0] == "-m" and words[1].partition(".")[0] in _PACKAGES:
         return words[1:]
-    return words if words[0].endswith(".py") else None
+    return words if words and words[0].endswith(".py") else None
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:

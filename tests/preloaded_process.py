@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from preloaded import Preloaded, command_of  # beside this script
 
 _MODULES = (
     "numpy.random",
@@ -43,6 +44,7 @@ _MODULES = (
     "sympy",
     "torch._dynamo",
 )
+_BY_CTRL_C = 256  # no exit code
 _execve = os.execve
 
 
@@ -56,7 +58,6 @@ class _Exec(BaseException):
 
 def main() -> None:
     """Answers requests until the other end is closed. In a fork, runs what was asked for."""
-    sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # for tests.preloaded
     for name in _MODULES:
         with contextlib.suppress(ImportError):  # persia_k8s is not there, or a package of it
             importlib.import_module(name)
@@ -68,8 +69,12 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     """Also in a fork that starts processes of this kind itself, such as torchrun."""
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"forks of a process with {len(threads)} threads may hang"
+    if (
+        len(os.listdir("/proc/self/task")) > 1
+    ):  # a fork may hang: OMP_NUM_THREADS=1 keeps numpy from having threads
+        return
+    # Ctrl-C is for the processes of tests. This one ends with the process that asks.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     while True:
         message, descriptors, _flags, _address = socket.recv_fds(connection, 1 << 20, 3)
         if not message:
@@ -77,6 +82,7 @@ def _serve(connection: socket.socket) -> None:
         request = json.loads(message)
         pid = _fork_orphan(request)
         if pid == 0:
+            signal.signal(signal.SIGINT, handler)
             _end(_run(request, descriptors))
         connection.send(b"%d" % pid)
         for descriptor in descriptors:
@@ -88,30 +94,39 @@ def _fork_orphan(request: Mapping[str, Any]) -> int:
     end, other_end = os.pipe()
     between = os.fork()
     if between == 0:
-        if os.fork() != 0:
-            os._exit(0)
-        if request["session"]:
-            os.setsid()
-        elif request["group"] >= 0:
-            os.setpgid(0, request["group"])
-        os.write(other_end, b"%d" % os.getpid())
-        return 0
-    pid = int(os.read(end, 20))
-    os.waitpid(between, 0)
-    os.close(end)
+        try:
+            if os.fork() == 0:
+                if request["session"]:
+                    os.setsid()
+                elif request["group"] == 0:
+                    os.setpgid(0, 0)
+                os.write(other_end, b"%d" % os.getpid())
+                return 0
+        except OSError:
+            os._exit(1)
+        os._exit(0)
     os.close(other_end)
-    return pid
+    pid = os.read(end, 20)
+    os.close(end)
+    os.waitpid(between, 0)
+    if not pid:
+        raise OSError(f"no process could be made for {request['command']}")
+    return int(pid)
 
 
 def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-    """The exit code; negative: the signal that ends it."""
+    """The exit code; _BY_CTRL_C: that of Python after a KeyboardInterrupt."""
     if request["is_named"]:  # as named_process.py does
-        os.write(descriptors[0], b"+%d\n" % os.getpid())
+        with contextlib.suppress(OSError):
+            os.write(descriptors[0], b"+%d\n" % os.getpid())
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptors[0])
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
     os.closerange(3, 256)
     os.chdir(request["folder"])
+    os.umask(request["umask"])
+    os.sched_setaffinity(0, request["cores"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     for kind, limits in request["limits"].items():
         resource.setrlimit(int(kind), limits)
     os.execve, os.execv = _exec, lambda path, words: _exec(path, words, os.environ)
@@ -126,17 +141,15 @@ def _run(request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
             command, env = other.words, other.env
         except SystemExit as end:
             if end.code is None or isinstance(end.code, int):
-                return end.code or 0
+                return (end.code or 0) & 0xFF
             print(end.code, file=sys.stderr)
             return 1
         except BaseException as error:
             sys.excepthook(*sys.exc_info())
-            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+            return _BY_CTRL_C if isinstance(error, KeyboardInterrupt) else 1
 
 
 def _exec(path: str, words: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    from tests.preloaded import command_of
-
     command = command_of(list(words)) if path == sys.executable else None
     if command is None:
         _execve(path, words, env)
@@ -147,11 +160,15 @@ def _end(exit_code: int) -> NoReturn:
     """As Python ends, but for the memory of its modules: to free it, all of it would be copied first."""
     threading._shutdown()
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if exit_code < 0:
-        signal.signal(-exit_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -exit_code)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            exit_code = exit_code or 120  # as Python does
+    if exit_code == _BY_CTRL_C:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
     os._exit(exit_code)
 
 
@@ -184,6 +201,8 @@ def _show(words: Sequence[str]) -> None:
     """Writes the words of the command to where /proc/PID/cmdline has them."""
     fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
+    if start == 0:  # not to be seen here
+        return
     line = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - start - 1]
     ctypes.memset(start, 0, end - start)
     ctypes.memmove(start, line, len(line))
@@ -191,8 +210,6 @@ def _show(words: Sequence[str]) -> None:
 
 def _preload_for_children() -> None:
     """What this process starts is forked, too, from a copy of it."""
-    from tests.preloaded import Preloaded
-
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if os.fork() == 0:
         ours.close()
