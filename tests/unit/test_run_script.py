@@ -174,13 +174,13 @@ def test_what_runs_beside_fails_and_says_so_when_it_is_awaited(tmp_path: Path) -
 
 
 def test_what_runs_beside_ends_with_the_command(tmp_path: Path) -> None:
-    script = (
-        "beside slow sleep 300; until grep -qs sleep /proc/$!/cmdline; do sleep 0.01; done; echo $!; exit 3"
-    )
+    script = "slow() { sh -c 'echo $$ >pid; exec sleep 300'; echo more; }; "
+    script += "beside slow slow; until test -s pid; do sleep 0.01; done; exit 3"
     finished = call(tmp_path, script)
     assert finished.returncode == 3
+    pid = int((tmp_path / "pid").read_text(encoding="ascii"))
     for _ in Attempts(30.0, pause_s=0.01):
-        if not Path(f"/proc/{int(finished.stdout)}").exists():
+        if not Path(f"/proc/{pid}").exists():
             return
     pytest.fail("it still runs")
 
