@@ -70,6 +70,7 @@ class ParquetBatches:
             raise InvalidArgumentError(f"the files have no rows: {_listed(self._data.files)}")
         self._begin, self._end = 0, int(-(-self.num_rows // batch_size))
         self._limits: dict[str, int] = {}  # cardinalities of a feature spec
+        self._counts: dict[str, int] = {}  # IDs of a sample, where a feature spec names several
 
     @classmethod
     def of_spec(
@@ -82,11 +83,20 @@ class ParquetBatches:
             mapping: `train`, `test` or another name in its `source_spec`.
             batch_size: rows of a batch.
 
-        Raises what the constructor raises, and CorruptionError if `metadata.rows` of the spec has another
-        number of rows.
+        Raises:
+            InvalidArgumentError: an unknown mapping, or one whose files are split binary.
+            CorruptionError: `metadata.rows` of the spec has another number of rows.
+
+        It also raises what the constructor raises.
         """
         spec = spec if isinstance(spec, FeatureSpec) else FeatureSpec.load(spec)
-        ((_, place),) = spec.chunks(mapping)
+        chunks = spec.chunks(mapping)
+        if mapping not in spec.parquet:
+            raise InvalidArgumentError(
+                f"source_spec.{mapping} in {spec.directory} is split binary: read it with "
+                "SplitBinaryBatches, or either type with open_batches"
+            )
+        ((_, place),) = chunks
         names = {"labels": [spec.label], "dense": spec.numerical, "ids": spec.categorical}
         made = cls(spec.directory / place, **names, batch_size=batch_size)
         wanted = (spec.metadata.get("rows") or {}).get(mapping, made.num_rows)
@@ -96,13 +106,14 @@ class ParquetBatches:
                 f"spec says {wanted}: a file is missing or does not belong there; copy the files again"
             )
         made._limits = {name: size for name in made.ids if (size := spec.features[name].cardinality)}
+        made._counts = {name: count for name in made.ids if (count := spec.features[name].hotness) > 1}
         return made
 
     def check_values(self) -> None:
         """Reads all files once and checks each value, so that training does not meet a wrong one.
 
         Raises InvalidArgumentError as `make` does, and CorruptionError for an ID that is not below the
-        cardinality of its feature spec: names file, column and row.
+        cardinality of its feature spec, or a row without the IDs of its hotness: names file, column and row.
         """
         import pyarrow as pa
 
@@ -112,6 +123,8 @@ class ParquetBatches:
             for rows in file.to_batches(columns=columns, batch_size=MAX_BATCH_SIZE, schema=self._data.schema):
                 for name, limit in self._limits.items():
                     _check_ids(file.path, name, rows.column(name), limit, first)
+                for name, count in self._counts.items():
+                    _check_count(file.path, name, rows.column(name), count, first)
                 table = pa.Table.from_batches([rows]).replace_schema_metadata({_FILE: file.path})
                 self.make(table, requires_grad=False)
                 first += rows.num_rows
@@ -263,8 +276,10 @@ def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> Non
     import pyarrow.types as types
 
     rows, values = None, column
-    if hasattr(column.type, "value_type") and not types.is_dictionary(column.type):
+    if _is_list(column.type):
         rows, values = compute.list_parent_indices(column), column.flatten()
+    if types.is_dictionary(values.type):
+        values = values.dictionary_decode()
     if not types.is_integer(values.type):
         raise InvalidTypeError(
             f"{path}: column {name!r} is of {column.type}, and its cardinality of {limit} in the feature "
@@ -279,6 +294,27 @@ def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> Non
             f"{path}: column {name!r} is {numbers[index]} in row {row}, must be 0 to {limit - 1}, by its "
             "cardinality: correct the cardinality in feature_spec.yaml, or copy the file again"
         )
+
+
+def _check_count(path: str, name: str, column: Any, count: int, first: int) -> None:
+    """`first`: the row of the file that `column` begins with."""
+    import pyarrow.compute as compute
+
+    found = np.ones(len(column), np.int64)
+    if _is_list(column.type):
+        found = compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    if (wrong := found != count).any():
+        index = int(np.argmax(wrong))
+        raise CorruptionError(
+            f"{path}: column {name!r} has {found[index]} IDs in row {first + index}, must have {count}, by "
+            "its hotness: correct the hotness in feature_spec.yaml, leave it out, or write such lists"
+        )
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return hasattr(kind, "value_type") and not types.is_dictionary(kind)
 
 
 def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:
