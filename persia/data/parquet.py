@@ -278,8 +278,6 @@ def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> Non
     rows, values = None, column
     if _is_list(column.type):
         rows, values = compute.list_parent_indices(column), column.flatten()
-    if types.is_dictionary(values.type):
-        values = values.dictionary_decode()
     if not types.is_integer(values.type):
         raise InvalidTypeError(
             f"{path}: column {name!r} is of {column.type}, and its cardinality of {limit} in the feature "

@@ -93,6 +93,7 @@ def in_all_files(folder: Path, name: str, values: Any) -> list[Path]:
 
 @pytest.mark.parametrize("is_list", [False, True])
 def test_dictionary_columns_are_read_by_their_values(is_list: bool, folder: Path) -> None:
+    # pyarrow decodes dictionaries of integers as it reads, so that their IDs can be checked.
     def encoded(column: Any) -> Any:
         ids = column.combine_chunks()
         if is_list:
