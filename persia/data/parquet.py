@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class ParquetBatches:
     sample without an ID. Strings are hashed by `persia.embedding.data.hash_strings`. Null and NaN in a dense
     column are 0. Every file must have the same columns; columns that have no role may differ.
 
+    With `shuffle_seed` the row groups are shuffled, in another order each epoch. Rows of a group stay
+    together, as a group is what can be read alone. Write small row groups, of tens of thousands of rows, if
+    the order of the files means anything, such as time.
+
     Args:
         files: a file, a directory, a pattern such as `"clicks/2026-*.parquet"`, or a list of files. They are
             read in sorted order; a list, in its own. A directory stands for its `*.parquet` files, also
@@ -37,6 +42,7 @@ class ParquetBatches:
         dense: columns of numbers or bools.
         ids: columns of integers or strings, or of lists of them, at least one; each is the slot of its name.
         batch_size: rows of a batch.
+        shuffle_seed: None: the order of the files.
 
     Raises:
         NotFoundError: no files.
@@ -54,10 +60,13 @@ class ParquetBatches:
         ids: Sequence[str],
         dense: Sequence[str] = (),
         batch_size: int = 1024,
+        shuffle_seed: int | None = None,
     ) -> None:
         self.batch_size = at_least(1, "batch_size", batch_size)
         if batch_size > MAX_BATCH_SIZE:
             raise InvalidArgumentError(f"batch_size={batch_size} is above {MAX_BATCH_SIZE}: make it smaller")
+        self.shuffle_seed = None if shuffle_seed is None else at_least(0, "shuffle_seed", shuffle_seed)
+        self._epoch = 0
         for role, names in {"labels": labels, "dense": dense, "ids": ids}.items():
             if isinstance(names, str):
                 raise InvalidTypeError(f"{role}={names!r} is a string: pass a list, {role}=[{names!r}]")
@@ -74,14 +83,20 @@ class ParquetBatches:
 
     @classmethod
     def of_spec(
-        cls, spec: FeatureSpec | str | os.PathLike[str], mapping: str = "train", *, batch_size: int = 32768
+        cls,
+        spec: FeatureSpec | str | os.PathLike[str],
+        mapping: str = "train",
+        *,
+        batch_size: int = 32768,
+        shuffle_seed: int | None = None,
     ) -> Self:
-        """The rows of one mapping of a `FeatureSpec` whose files are Parquet, in the order of the files.
+        """The rows of one mapping of a `FeatureSpec` whose files are Parquet.
 
         Args:
             spec: a `FeatureSpec`, or the path of one.
             mapping: `train`, `test` or another name in its `source_spec`.
             batch_size: rows of a batch.
+            shuffle_seed: None: the order of the files.
 
         Raises:
             InvalidArgumentError: an unknown mapping, or one whose files are split binary.
@@ -98,7 +113,7 @@ class ParquetBatches:
             )
         ((_, place),) = chunks
         names = {"labels": [spec.label], "dense": spec.numerical, "ids": spec.categorical}
-        made = cls(spec.directory / place, **names, batch_size=batch_size)
+        made = cls(spec.directory / place, **names, batch_size=batch_size, shuffle_seed=shuffle_seed)
         wanted = (spec.metadata.get("rows") or {}).get(mapping, made.num_rows)
         if made.num_rows != wanted:
             raise CorruptionError(
@@ -137,8 +152,13 @@ class ParquetBatches:
         """All but the last `share` of the batches, and these; each part has at least one.
 
         The last ones, as files are often in the order of time. Raises InvalidArgumentError if there is only
-        one batch, or for a share that is not between 0 and 1.
+        one batch, if they are shuffled, or for a share that is not between 0 and 1.
         """
+        if self.shuffle_seed is not None:
+            raise InvalidArgumentError(
+                f"shuffle_seed={self.shuffle_seed}: each epoch would split other rows off; leave it out, or "
+                "use separate files"
+            )
         if not 0 < share < 1 or len(self) < 2:
             raise InvalidArgumentError(
                 f"share={share} of {len(self)} batches: it must be between 0 and 1, of at least 2 batches; "
@@ -147,6 +167,12 @@ class ParquetBatches:
         cut = min(max(round(len(self) * (1 - share)), 1), len(self) - 1)
         return self._part(0, cut), self._part(cut, len(self))
 
+    def of_epoch(self, epoch: int) -> Self:
+        """These batches in the order of an epoch, from 0. They share the files."""
+        made = copy.copy(self)
+        made._epoch = at_least(0, "epoch", epoch)
+        return made
+
     def read(self, first: int = 0) -> Iterator[Any]:
         """The rows of batch `first` and of all later ones, as Arrow tables. Skips earlier row groups."""
         import pyarrow as pa
@@ -154,7 +180,7 @@ class ParquetBatches:
         skip, wanted = (self._begin + first) * self.batch_size, len(self) - first
         columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
         rest: Any = None
-        for group in (group for file in self._data.get_fragments() for group in file.split_by_row_group()):
+        for group in self._row_groups():
             # Not by group.count_rows(), which counts the rows of the whole file.
             if skip >= (num_rows := group.row_groups[0].num_rows):
                 skip -= num_rows
@@ -213,9 +239,16 @@ class ParquetBatches:
                     f"column {name!r} has {count} {what} among {rows.num_rows} rows{place}: {remedy}"
                 )
 
+    def _row_groups(self) -> Iterable[Any]:
+        groups = (group for file in self._data.get_fragments() for group in file.split_by_row_group())
+        if self.shuffle_seed is None:
+            return groups
+        listed = list(groups)
+        order = np.random.default_rng([self.shuffle_seed, self._epoch]).permutation(len(listed))
+        return (listed[place] for place in order)
+
     def _part(self, begin: int, end: int) -> Self:
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
+        part = copy.copy(self)
         part._begin, part._end = self._begin + begin, self._begin + end
         return part
 

@@ -70,10 +70,7 @@ def test_a_spec_is_written_as_it_is_read(folder: Path) -> None:
         InvalidArgumentError, match=r"source_spec\.train .* is Parquet: .*ParquetBatches\.of_spec"
     ):
         SplitBinaryBatches(folder, "train")
-    with pytest.raises(
-        InvalidArgumentError, match=r"source_spec\.train .* is Parquet, which cannot be shuffled"
-    ):
-        open_batches(folder, "train", shuffle_seed=1)
+    assert open_batches(folder, "train", shuffle_seed=1).shuffle_seed == 1
 
 
 def test_split_binary_is_refused(made: Path) -> None:
