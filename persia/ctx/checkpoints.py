@@ -467,7 +467,16 @@ def _warn_of_rows_beyond(source: Source, limits: Mapping[str, int]) -> None:
     section = source.manifest.embeddings
     if section is None or section.in_place or not limits:  # tiers have no files to count in
         return
-    counts, is_estimate = count_beyond(source.location, limits)
+    try:
+        counts, is_estimate = count_beyond(source.location, limits)
+    except PersiaError as failure:  # a warning must not fail a load that has succeeded
+        get_default_logger().warning(
+            "the rows of %s whose IDs are not below the cardinality of slots that move into the dense model "
+            "were not counted: %s",
+            source.location,
+            failure,
+        )
+        return
     for name, count in counts.items():
         get_default_logger().warning(
             "slot %r moves into the dense model without %s%d rows of %s, whose IDs are not below its "

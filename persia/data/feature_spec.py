@@ -50,9 +50,8 @@ class FeatureSpec:
     label: str
     sources: Mapping[str, tuple[tuple[tuple[str, ...], str], ...]]  # mapping: (features, file) of each chunk
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    parquet: frozenset[str] = (
-        frozenset()
-    )  # mappings of one Parquet file, directory or pattern for all features
+    # mappings of one Parquet file, directory or pattern for all features
+    parquet: frozenset[str] = frozenset()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureSpec:
@@ -82,7 +81,10 @@ class FeatureSpec:
         num_numerical: int = 13,
         mappings: Sequence[str] = ("train", "test"),
     ) -> FeatureSpec:
-        """Parquet files in a folder a mapping, with the columns `label`, `num_0`... and `cat_0`..."""
+        """Makes the spec of Parquet files, one folder for each mapping.
+
+        Their columns are `label`, `num_0` and so on, and `cat_0` and so on.
+        """
         names = [f"cat_{index}" for index in range(len(cardinalities))]
         features = {
             name: SpecFeature(_id_type(size), size) for name, size in zip(names, cardinalities, strict=True)
@@ -247,6 +249,11 @@ class _Reader:
         for name in lists["categorical"]:
             self._check_ids(name, features[name])
         metadata = content.get("metadata") or {}
+        self._demand(isinstance(metadata, dict), "metadata must be a mapping")
+        self._demand(
+            isinstance(metadata.get("rows") or {}, dict),
+            f"metadata.rows is {metadata.get('rows')!r}, must be a mapping such as {{train: 1000}}",
+        )
         sources = content.get("source_spec") or {}  # NVIDIA's specs of synthetic data have none
         self._demand(isinstance(sources, dict), "source_spec must be a mapping")
         label = lists["label"][0]

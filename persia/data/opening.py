@@ -7,7 +7,6 @@ import os
 from persia.data.feature_spec import FeatureSpec
 from persia.data.parquet import ParquetBatches
 from persia.data.split_binary import SplitBinaryBatches
-from persia.errors import InvalidArgumentError
 
 
 def open_batches(
@@ -23,16 +22,11 @@ def open_batches(
         spec: a `FeatureSpec`, or the path of one.
         mapping: `train`, `test` or another name in its `source_spec`.
         batch_size: rows of a batch.
-        shuffle_seed: see `SplitBinaryBatches`; None for Parquet, which has one order.
+        shuffle_seed: shuffles batches of split binary and row groups of Parquet; None: the order of files.
 
     Raises what `SplitBinaryBatches` or `ParquetBatches.of_spec` raises.
     """
     spec = spec if isinstance(spec, FeatureSpec) else FeatureSpec.load(spec)
     if mapping not in spec.parquet:
         return SplitBinaryBatches(spec, mapping, batch_size=batch_size, shuffle_seed=shuffle_seed)
-    if shuffle_seed is not None:
-        raise InvalidArgumentError(
-            f"source_spec.{mapping} in {spec.directory} is Parquet, which cannot be shuffled: write the rows "
-            "in random order, or use split binary"
-        )
-    return ParquetBatches.of_spec(spec, mapping, batch_size=batch_size)
+    return ParquetBatches.of_spec(spec, mapping, batch_size=batch_size, shuffle_seed=shuffle_seed)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import glob
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,10 @@ class ParquetBatches:
     sample without an ID. Strings are hashed by `persia.embedding.data.hash_strings`. Null and NaN in a dense
     column are 0. Every file must have the same columns; columns that have no role may differ.
 
+    With `shuffle_seed` the row groups are shuffled, in another order each epoch. Rows of a group stay
+    together, as a group is what can be read alone. Write small row groups, of tens of thousands of rows, if
+    the order of the files means anything, such as time.
+
     Args:
         files: a file, a directory, a pattern such as `"clicks/2026-*.parquet"`, or a list of files. They are
             read in sorted order; a list, in its own. A directory stands for its `*.parquet` files, also
@@ -37,6 +42,7 @@ class ParquetBatches:
         dense: columns of numbers or bools.
         ids: columns of integers or strings, or of lists of them, at least one; each is the slot of its name.
         batch_size: rows of a batch.
+        shuffle_seed: None: the order of the files.
 
     Raises:
         NotFoundError: no files.
@@ -54,10 +60,13 @@ class ParquetBatches:
         ids: Sequence[str],
         dense: Sequence[str] = (),
         batch_size: int = 1024,
+        shuffle_seed: int | None = None,
     ) -> None:
         self.batch_size = at_least(1, "batch_size", batch_size)
         if batch_size > MAX_BATCH_SIZE:
             raise InvalidArgumentError(f"batch_size={batch_size} is above {MAX_BATCH_SIZE}: make it smaller")
+        self.shuffle_seed = None if shuffle_seed is None else at_least(0, "shuffle_seed", shuffle_seed)
+        self._epoch = 0
         for role, names in {"labels": labels, "dense": dense, "ids": ids}.items():
             if isinstance(names, str):
                 raise InvalidTypeError(f"{role}={names!r} is a string: pass a list, {role}=[{names!r}]")
@@ -70,25 +79,41 @@ class ParquetBatches:
             raise InvalidArgumentError(f"the files have no rows: {_listed(self._data.files)}")
         self._begin, self._end = 0, int(-(-self.num_rows // batch_size))
         self._limits: dict[str, int] = {}  # cardinalities of a feature spec
+        self._counts: dict[str, int] = {}  # IDs of a sample, where a feature spec names several
 
     @classmethod
     def of_spec(
-        cls, spec: FeatureSpec | str | os.PathLike[str], mapping: str = "train", *, batch_size: int = 32768
+        cls,
+        spec: FeatureSpec | str | os.PathLike[str],
+        mapping: str = "train",
+        *,
+        batch_size: int = 32768,
+        shuffle_seed: int | None = None,
     ) -> Self:
-        """The rows of one mapping of a `FeatureSpec` whose files are Parquet, in the order of the files.
+        """The rows of one mapping of a `FeatureSpec` whose files are Parquet.
 
         Args:
             spec: a `FeatureSpec`, or the path of one.
             mapping: `train`, `test` or another name in its `source_spec`.
             batch_size: rows of a batch.
+            shuffle_seed: None: the order of the files.
 
-        Raises what the constructor raises, and CorruptionError if `metadata.rows` of the spec has another
-        number of rows.
+        Raises:
+            InvalidArgumentError: an unknown mapping, or one whose files are split binary.
+            CorruptionError: `metadata.rows` of the spec has another number of rows.
+
+        It also raises what the constructor raises.
         """
         spec = spec if isinstance(spec, FeatureSpec) else FeatureSpec.load(spec)
-        ((_, place),) = spec.chunks(mapping)
+        chunks = spec.chunks(mapping)
+        if mapping not in spec.parquet:
+            raise InvalidArgumentError(
+                f"source_spec.{mapping} in {spec.directory} is split binary: read it with "
+                "SplitBinaryBatches, or either type with open_batches"
+            )
+        ((_, place),) = chunks
         names = {"labels": [spec.label], "dense": spec.numerical, "ids": spec.categorical}
-        made = cls(spec.directory / place, **names, batch_size=batch_size)
+        made = cls(spec.directory / place, **names, batch_size=batch_size, shuffle_seed=shuffle_seed)
         wanted = (spec.metadata.get("rows") or {}).get(mapping, made.num_rows)
         if made.num_rows != wanted:
             raise CorruptionError(
@@ -96,13 +121,14 @@ class ParquetBatches:
                 f"spec says {wanted}: a file is missing or does not belong there; copy the files again"
             )
         made._limits = {name: size for name in made.ids if (size := spec.features[name].cardinality)}
+        made._counts = {name: count for name in made.ids if (count := spec.features[name].hotness) > 1}
         return made
 
     def check_values(self) -> None:
         """Reads all files once and checks each value, so that training does not meet a wrong one.
 
         Raises InvalidArgumentError as `make` does, and CorruptionError for an ID that is not below the
-        cardinality of its feature spec: names file, column and row.
+        cardinality of its feature spec, or a row without the IDs of its hotness: names file, column and row.
         """
         import pyarrow as pa
 
@@ -112,6 +138,8 @@ class ParquetBatches:
             for rows in file.to_batches(columns=columns, batch_size=MAX_BATCH_SIZE, schema=self._data.schema):
                 for name, limit in self._limits.items():
                     _check_ids(file.path, name, rows.column(name), limit, first)
+                for name, count in self._counts.items():
+                    _check_count(file.path, name, rows.column(name), count, first)
                 table = pa.Table.from_batches([rows]).replace_schema_metadata({_FILE: file.path})
                 self.make(table, requires_grad=False)
                 first += rows.num_rows
@@ -124,8 +152,13 @@ class ParquetBatches:
         """All but the last `share` of the batches, and these; each part has at least one.
 
         The last ones, as files are often in the order of time. Raises InvalidArgumentError if there is only
-        one batch, or for a share that is not between 0 and 1.
+        one batch, if they are shuffled, or for a share that is not between 0 and 1.
         """
+        if self.shuffle_seed is not None:
+            raise InvalidArgumentError(
+                f"shuffle_seed={self.shuffle_seed}: each epoch would split other rows off; leave it out, or "
+                "use separate files"
+            )
         if not 0 < share < 1 or len(self) < 2:
             raise InvalidArgumentError(
                 f"share={share} of {len(self)} batches: it must be between 0 and 1, of at least 2 batches; "
@@ -134,6 +167,12 @@ class ParquetBatches:
         cut = min(max(round(len(self) * (1 - share)), 1), len(self) - 1)
         return self._part(0, cut), self._part(cut, len(self))
 
+    def of_epoch(self, epoch: int) -> Self:
+        """These batches in the order of an epoch, from 0. They share the files."""
+        made = copy.copy(self)
+        made._epoch = at_least(0, "epoch", epoch)
+        return made
+
     def read(self, first: int = 0) -> Iterator[Any]:
         """The rows of batch `first` and of all later ones, as Arrow tables. Skips earlier row groups."""
         import pyarrow as pa
@@ -141,7 +180,7 @@ class ParquetBatches:
         skip, wanted = (self._begin + first) * self.batch_size, len(self) - first
         columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
         rest: Any = None
-        for group in (group for file in self._data.get_fragments() for group in file.split_by_row_group()):
+        for group in self._row_groups():
             # Not by group.count_rows(), which counts the rows of the whole file.
             if skip >= (num_rows := group.row_groups[0].num_rows):
                 skip -= num_rows
@@ -200,9 +239,16 @@ class ParquetBatches:
                     f"column {name!r} has {count} {what} among {rows.num_rows} rows{place}: {remedy}"
                 )
 
+    def _row_groups(self) -> Iterable[Any]:
+        groups = (group for file in self._data.get_fragments() for group in file.split_by_row_group())
+        if self.shuffle_seed is None:
+            return groups
+        listed = list(groups)
+        order = np.random.default_rng([self.shuffle_seed, self._epoch]).permutation(len(listed))
+        return (listed[place] for place in order)
+
     def _part(self, begin: int, end: int) -> Self:
-        part = object.__new__(type(self))
-        part.__dict__.update(self.__dict__)
+        part = copy.copy(self)
         part._begin, part._end = self._begin + begin, self._begin + end
         return part
 
@@ -263,7 +309,7 @@ def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> Non
     import pyarrow.types as types
 
     rows, values = None, column
-    if hasattr(column.type, "value_type") and not types.is_dictionary(column.type):
+    if _is_list(column.type):
         rows, values = compute.list_parent_indices(column), column.flatten()
     if not types.is_integer(values.type):
         raise InvalidTypeError(
@@ -279,6 +325,27 @@ def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> Non
             f"{path}: column {name!r} is {numbers[index]} in row {row}, must be 0 to {limit - 1}, by its "
             "cardinality: correct the cardinality in feature_spec.yaml, or copy the file again"
         )
+
+
+def _check_count(path: str, name: str, column: Any, count: int, first: int) -> None:
+    """`first`: the row of the file that `column` begins with."""
+    import pyarrow.compute as compute
+
+    found = np.ones(len(column), np.int64)
+    if _is_list(column.type):
+        found = compute.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    if (wrong := found != count).any():
+        index = int(np.argmax(wrong))
+        raise CorruptionError(
+            f"{path}: column {name!r} has {found[index]} IDs in row {first + index}, must have {count}, by "
+            "its hotness: correct the hotness in feature_spec.yaml, leave it out, or write such lists"
+        )
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return hasattr(kind, "value_type") and not types.is_dictionary(kind)
 
 
 def open_files(files: str | os.PathLike[str] | Sequence[str]) -> Any:

@@ -323,18 +323,19 @@ def _checked_files(inputs: Mapping[str, Sequence[str | os.PathLike[str]]]) -> di
 
 def _check_numbers(paths: Iterable[Path]) -> None:
     """NotFoundError: the files are numbered with a gap. A pattern would leave a missing day out silently."""
-    numbered: dict[tuple[str, str], dict[int, str]] = {}
+    numbered: dict[tuple[Path, str, str], dict[int, str]] = {}
     for path in paths:
-        # Not dates, which have other gaps.
-        if found := re.fullmatch(r"(.*?)(?<!\d)(\d{1,3})(\D*)", str(path)):
-            numbered.setdefault((found[1], found[3]), {})[int(found[2])] = found[2]
-    for (before, after), texts in numbered.items():
+        # Not the last part of a date, which has other gaps: 20240105, 2024-01-05, 2024_01_05.
+        if found := re.fullmatch(r"(.*?)(?<!\d)(?<!\d[-_])(\d{1,3})(\D*)", path.name):
+            numbered.setdefault((path.parent, found[1], found[3]), {})[int(found[2])] = found[2]
+    for (folder, before, after), texts in numbered.items():
         for number, following in itertools.pairwise(sorted(texts)):
             if following > number + 1:
-                missing = f"{number + 1:0{len(texts[number])}}"  # as padded as the one before it
+                # As padded as the one before it.
+                missing = folder / f"{before}{number + 1:0{len(texts[number])}}{after}"
                 raise NotFoundError(
-                    f"there is no file {before}{missing}{after} between numbers {texts[number]} and "
-                    f"{texts[following]}: copy it, or pass --allow-gaps if it is to be left out"
+                    f"there is no file {missing} between numbers {texts[number]} and "
+                    f"{texts[following]}: copy it, or pass allow_gaps=True (--allow-gaps) to leave it out"
                 )
 
 

@@ -97,16 +97,17 @@ class RowGroups:
             yield self._names.get(int(group), f"group{group}"), np.flatnonzero(groups == group)
 
 
-def count_beyond(url: Any, limits: Mapping[str, int], max_rows: int = 1 << 25) -> tuple[dict[str, int], bool]:
+def count_beyond(
+    url: Any, limits: Mapping[str, int], max_bytes: int = 256 << 20
+) -> tuple[dict[str, int], bool]:
     """How many rows of each slot have an ID from its limit on, and whether that is an estimate.
 
-    Of a checkpoint with more than `max_rows` rows, a sample of the virtual shards is read. Slots without such
-    rows, and slots that share a feature group, are left out.
+    Of a checkpoint with more than about `max_bytes` of rows, a sample of the virtual shards is read. Slots
+    without such rows, and slots that share a feature group, are left out.
     """
     reader = RowReader(url)
-    num_shards = max(
-        1, min(NUM_VIRTUAL_SHARDS, NUM_VIRTUAL_SHARDS * max_rows // max(reader.section.num_rows, 1))
-    )
+    num_bytes = sum(entry.num_bytes for entry in reader.section.files)
+    num_shards = max(1, min(NUM_VIRTUAL_SHARDS, NUM_VIRTUAL_SHARDS * max_bytes // max(num_bytes, 1)))
     groups, counts = RowGroups(reader.section.schema), dict.fromkeys(limits, 0)
     for block in reader.blocks(Span(0, num_shards - 1)):
         for name, places in groups.split(block.signs):

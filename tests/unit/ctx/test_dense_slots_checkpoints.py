@@ -17,9 +17,9 @@ from persia.ctx import EmbeddingCtx
 from persia.ctx.base import PreprocessMode
 from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
-from persia.errors import ConfigError, InvalidArgumentError
+from persia.errors import ConfigError, InvalidArgumentError, UnavailableError
 from persia.nn import export
-from persia.rows.reader import count_beyond
+from persia.rows.reader import RowReader, count_beyond
 from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
@@ -189,6 +189,10 @@ def test_ids_that_were_never_trained_begin_when_their_slot_moves(tmp_path: Path)
         assert torch.equal(slots.rows("sum"), expected)
 
 
+def half_of_the_rows(folder: Path) -> int:
+    return sum(entry.num_bytes for entry in RowReader(folder).section.files) // 2
+
+
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_rows_beyond_the_cardinality_are_counted_when_their_slot_moves(
     is_sampled: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -203,7 +207,7 @@ def test_rows_beyond_the_cardinality_are_counted_when_their_slot_moves(
             ctx.set_embedding(name, those, np.ones((len(those), DIM), np.float32))
         ctx.dump_checkpoint(tmp_path)
     if is_sampled:
-        few = partial(count_beyond, max_rows=2048)
+        few = partial(count_beyond, max_bytes=half_of_the_rows(tmp_path))
         monkeypatch.setattr("persia.ctx.checkpoints.count_beyond", few)
     with training(Tower(), config("sum", "mean")) as ctx:
         ctx.load_checkpoint(tmp_path)
@@ -213,6 +217,22 @@ def test_rows_beyond_the_cardinality_are_counted_when_their_slot_moves(
     else:
         assert found == "3"
     assert caplog.text.count("into the dense model without") == 1  # "mean" has none, "far" stays
+
+
+def test_a_failure_to_count_rows_does_not_fail_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise UnavailableError("the object store is overloaded")
+
+    with training(Tower(), config()) as ctx:
+        ctx.set_embedding("sum", np.array([2], np.uint64), np.full((1, DIM), 9.0, np.float32))
+        ctx.dump_checkpoint(tmp_path)
+    monkeypatch.setattr("persia.ctx.checkpoints.count_beyond", fails)
+    with training(model := Tower(), config("sum")) as ctx:
+        ctx.load_checkpoint(tmp_path)
+        assert torch.equal(rows_of(model).rows("sum")[2], torch.full((DIM,), 9.0))
+    assert "were not counted: the object store is overloaded" in caplog.text
 
 
 def test_a_new_slot_keeps_its_initial_values(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,24 @@ def test_split_parts_cover_everything_once(folder: Path) -> None:
     assert users_of(made(train) + made(valid)) == slices(0, NUM_ROWS)
     assert users_of(made(train, 7)) == slices(70, 90)
     assert users_of(made(valid, 1)) == [[100, 101, 102]]
+
+
+def test_row_groups_are_shuffled_in_another_order_each_epoch(folder: Path) -> None:
+    shuffled = open_all(folder, shuffle_seed=1)
+    epochs = [users_of(made(shuffled.of_epoch(epoch))) for epoch in (0, 1)]
+    assert epochs[0] != epochs[1]
+    for batches in epochs:
+        rows = [row for batch in batches for row in batch]
+        assert [len(batch) for batch in batches] == [10] * 10 + [3]
+        assert sorted(rows) == list(range(NUM_ROWS)) != rows
+        # Groups of 17 rows, or to the end of their file, stay together.
+        assert all(b == a + 1 for a, b in pairwise(rows) if b not in (0, 17, 34, 40, 41, 58, 75, 92))
+    again = open_all(folder, shuffle_seed=1).of_epoch(1)
+    for first in (0, 1, 4, 10):
+        assert users_of(made(again, first)) == epochs[1][first:]
+    assert users_of(made(open_all(folder, shuffle_seed=2))) != epochs[0]
+    with pytest.raises(InvalidArgumentError, match="shuffle_seed=1: each epoch would split other rows off"):
+        shuffled.split(0.2)
 
 
 def test_files_by_pattern_and_by_list(folder: Path) -> None:

@@ -70,10 +70,70 @@ def test_a_spec_is_written_as_it_is_read(folder: Path) -> None:
         InvalidArgumentError, match=r"source_spec\.train .* is Parquet: .*ParquetBatches\.of_spec"
     ):
         SplitBinaryBatches(folder, "train")
+    assert open_batches(folder, "train", shuffle_seed=1).shuffle_seed == 1
+
+
+def test_split_binary_is_refused(made: Path) -> None:
     with pytest.raises(
-        InvalidArgumentError, match=r"source_spec\.train .* is Parquet, which cannot be shuffled"
+        InvalidArgumentError,
+        match=r"source_spec\.train .* is split binary: .*SplitBinaryBatches.*open_batches",
     ):
-        open_batches(folder, "train", shuffle_seed=1)
+        ParquetBatches.of_spec(made / "split-binary")
+
+
+def in_all_files(folder: Path, name: str, values: Any) -> list[Path]:
+    files = sorted(folder.iterdir())
+    for file in files:
+        change(file, name, values)
+    return files
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_dictionary_columns_are_read_by_their_values(is_list: bool, folder: Path) -> None:
+    # pyarrow decodes dictionaries of integers as it reads, so that their IDs can be checked.
+    def encoded(column: Any) -> Any:
+        ids = column.combine_chunks()
+        if is_list:
+            return pa.ListArray.from_arrays(np.arange(len(ids) + 1), ids.dictionary_encode())
+        return ids.dictionary_encode()
+
+    plain = ParquetBatches.of_spec(folder, "test", batch_size=600)
+    (wanted,) = (plain.make(rows, requires_grad=False) for rows in plain.read())
+    first, *_ = in_all_files(folder / "test", "cat_1", encoded)
+    batches = ParquetBatches.of_spec(folder, "test", batch_size=600)
+    batches.check_values()
+    (found,) = (batches.make(rows, requires_grad=False) for rows in batches.read())
+    np.testing.assert_array_equal(found.id_type_features[1].ids, wanted.id_type_features[1].ids)
+    in_all_files(folder / "test", "cat_1", lambda column: encoded(pa.chunked_array([[10**6] * len(column)])))
+    with pytest.raises(CorruptionError, match="'cat_1' is 1000000 in row 0, must be 0 to ") as raised:
+        ParquetBatches.of_spec(folder, "test").check_values()
+    assert str(first) in str(raised.value)
+
+
+def test_lists_must_have_the_ids_of_the_hotness(folder: Path) -> None:
+    path = folder / "feature_spec.yaml"
+    content = yaml.safe_load(path.read_text())
+    content["feature_spec"]["cat_0"]["hotness"] = 2
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(CorruptionError, match="'cat_0' has 1 IDs in row 0, must have 2, by its hotness"):
+        ParquetBatches.of_spec(folder, "test").check_values()
+    in_all_files(folder / "test", "cat_0", lambda c: pa.array([[i, 0] for i in c.to_pylist()]))
+    ParquetBatches.of_spec(folder, "test").check_values()
+    change(sorted((folder / "test").iterdir())[-1], "cat_0", with_value([0, 0, 0]))
+    with pytest.raises(CorruptionError, match="'cat_0' has 3 IDs in row 7, must have 2"):
+        ParquetBatches.of_spec(folder, "test").check_values()
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [({"rows": 5}, "metadata.rows is 5, must be a mapping such as"), ([5], "metadata must be a mapping")],
+)
+@pytest.mark.parametrize("kind", ["parquet", "split-binary"])
+def test_wrong_metadata(kind: str, metadata: Any, message: str, made: Path, tmp_path: Path) -> None:
+    content = yaml.safe_load((made / kind / "feature_spec.yaml").read_text())
+    (tmp_path / "feature_spec.yaml").write_text(yaml.safe_dump(content | {"metadata": metadata}))
+    with pytest.raises(ConfigError, match=message):
+        FeatureSpec.load(tmp_path)
 
 
 def change(path: Path, name: str, values: Any) -> None:

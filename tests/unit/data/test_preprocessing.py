@@ -204,6 +204,9 @@ def test_what_cannot_be_read_is_named(day: Path, tmp_path: Path) -> None:
         (["day_0", "day_1"], ["day_3"], "day_2 between numbers 1 and 3"),
         (["day_0", "day_1", "day_2"], ["day_3"], None),
         (["clicks_20260131", "clicks_20260202", "other_7"], [], None),
+        (["log-2024-01-05.gz", "log-2024-01-08.gz", "log_2024_01_05", "log_2024_01_09"], [], None),
+        (["data2/train.txt", "data4/train.txt"], [], None),
+        (["data2/day_1", "data2/day_3"], [], "data2/day_2 between numbers 1 and 3"),
     ],
 )
 def test_a_missing_day_is_named(
@@ -213,12 +216,14 @@ def test_a_missing_day_is_named(
     folder.mkdir()
     for name in (*train, *test):
         text = day.read_bytes()[:5000].rpartition(b"\n")[0] + b"\n"
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
     inputs = {"train": [folder / name for name in train], "test": [folder / name for name in test]}
     inputs = {mapping: paths for mapping, paths in inputs.items() if paths}
     if missing is not None:
         with pytest.raises(
-            NotFoundError, match=f"there is no file .*{missing}: copy it, or pass --allow-gaps"
+            NotFoundError,
+            match=rf"there is no file .*{missing}: copy it, or pass allow_gaps=True \(--allow-gaps\)",
         ):
             preprocess(settings(tmp_path / "out"), inputs, LocalEngine(1))
         assert not (tmp_path / "out").exists()
