@@ -25,11 +25,19 @@ class BoundsTest : public FrontTest {
   CallId Begun() { return Await(CallEvent::Kind::kCall).call; }
 };
 
+constexpr int32_t kNoCall = 0;
 const std::string kEmpty(5, '\0');  // a message without content
 
 FrontOptions Impatient() {
   FrontOptions options;
   options.grpc.patience = std::chrono::milliseconds(200);
+  return options;
+}
+
+// So patient that no connection is closed for its age.
+FrontOptions Patient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::hours(1);
   return options;
 }
 
@@ -164,6 +172,33 @@ TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
   }
 }
 
+// Clients that connect at the same time do not close each other's connections, and strangers do not
+// close all that are in use.
+TEST_F(BoundsTest, NewConnectionsHaveAShare) {
+  FrontOptions options = Patient();
+  options.grpc.max_connections = 10;
+  Start(options);
+  StartComputing();
+  const std::string request = RequestOf(BatchOf({7}, {1}));
+  std::vector<std::unique_ptr<Client>> unused;
+  for (int i = 0; i < 10; ++i) {
+    unused.push_back(std::make_unique<Client>(port_));
+    EXPECT_EQ(unused.back()->Call(kInfer, request).status, "0");
+  }
+  std::vector<net::UniqueFd> sockets;
+  for (int i = 0; i < 5; ++i) sockets.push_back(Connect(port_));
+  EXPECT_FALSE(unused[4]->End(kNoCall).is_closed);  // until the server has hung up
+  std::vector<std::unique_ptr<Client>> clients;
+  for (auto& socket : sockets) {
+    clients.push_back(std::make_unique<Client>(std::move(socket), Client::Options()));
+  }
+  for (const auto& client : clients) EXPECT_EQ(client->Call(kInfer, request).status, "0");
+  std::vector<net::UniqueFd> strangers;
+  for (int i = 0; i < 20; ++i) strangers.push_back(Connect(port_));
+  EXPECT_TRUE(IsClosed(strangers[14].get()));
+  for (const auto& client : clients) EXPECT_EQ(client->Call(kInfer, request).status, "0");
+}
+
 // The process's limit of descriptors; the old one at the end of the block.
 class DescriptorLimit {
  public:
@@ -179,13 +214,6 @@ class DescriptorLimit {
  private:
   rlimit before_ = {};
 };
-
-// So patient that no connection is closed for its age.
-FrontOptions Patient() {
-  FrontOptions options;
-  options.grpc.patience = std::chrono::hours(1);
-  return options;
-}
 
 TEST_F(BoundsTest, WithoutDescriptorsConnectionsWithoutCallsMakeRoom) {
   Start(Patient());

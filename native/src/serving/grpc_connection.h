@@ -65,8 +65,10 @@ class GrpcConnection {
   int fd() const { return socket_.get(); }
   uint64_t tag() const { return tag_; }
   bool is_idle() const { return streams_.empty(); }
-  // Of two idle connections the lesser one is closed first.
-  std::pair<bool, net::Clock::time_point> worth() const { return {has_begun_, read_at_}; }
+  // Its client has begun a call.
+  bool has_begun() const { return has_begun_; }
+  // When it was accepted, if its client has begun no call yet.
+  net::Clock::time_point used_at() const { return has_begun_ ? read_at_ : progress_at_; }
 
  private:
   using Clock = net::Clock;

@@ -20,6 +20,7 @@ using net::Clock;
 constexpr uint64_t kWakeTag = net::Poller::kFirstFreeTag;
 constexpr uint64_t kListenerTag = kWakeTag + 1;  // of the first; after the last, connections
 constexpr int kMaxEvents = 64;                   // before answers have their turn
+constexpr size_t kMaxUnproven = 128;             // that close others; more close each other
 constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
 
 void Signal(int fd) {
@@ -218,17 +219,25 @@ bool GrpcServer::OnAcceptFailed(size_t listener, int error) {
   return false;
 }
 
-// Makes room for a new connection. False: each one has calls.
+// Makes room for a new connection. False: each one has calls. Those that have begun no call yet may
+// be strangers', or of clients that connect at the same time: they have a share, within which they
+// close connections that were not used for long.
 bool GrpcServer::CloseIdle() {
-  auto least = connections_.end();
-  for (auto it = connections_.begin(); it != connections_.end(); ++it) {
-    if (!it->second->is_idle()) continue;
-    if (least == connections_.end() || it->second->worth() < least->second->worth()) least = it;
+  const size_t share = std::clamp(connections_.size() / 2, size_t{1}, kMaxUnproven);
+  size_t num_unproven = 0;
+  GrpcConnection* unproven = nullptr;  // the oldest one
+  GrpcConnection* unused = nullptr;    // the one that was used longest ago
+  for (const auto& [tag, connection] : connections_) {
+    if (!connection->is_idle()) continue;
+    if (!connection->has_begun()) ++num_unproven;
+    GrpcConnection*& first = connection->has_begun() ? unused : unproven;
+    if (first == nullptr || connection->used_at() < first->used_at()) first = connection.get();
   }
-  if (least == connections_.end()) return false;
-  least->second->Drain();
-  least->second->Flush();
-  Remove(least->first);
+  GrpcConnection* closed = num_unproven >= share || unused == nullptr ? unproven : unused;
+  if (closed == nullptr) return false;
+  closed->Drain();
+  closed->Flush();
+  Remove(closed->tag());
   return true;
 }
 
