@@ -97,6 +97,26 @@ TEST_F(BoundsTest, BytesThatAreOnlyAnnouncedAreNotHeld) {
   client.Cancel(large);
 }
 
+// Its client may keep the stream open for long.
+TEST_F(BoundsTest, AnAnsweredCallHoldsNoHalfMessage) {
+  queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000});
+  FrontOptions options = Patient();
+  options.grpc.max_held_bytes = 100'000;
+  Start(options);
+  StartComputing();
+  Client slow(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const std::string announced("\0\0\0\xea\x60", 5);  // 60,000 bytes
+  slow.BeginAndStop("/a.B/C", announced + std::string(59'000, 'x'));
+  const CallId half = Begun();
+  const std::string request =
+      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  Client other(port_);
+  ASSERT_TRUE(Eventually([&] { return other.Call(kInfer, request).status == "8"; }));
+  front_->Send(half, "an answer that is not taken");
+  front_->Finish(half, GrpcCode::kOk, "");
+  EXPECT_TRUE(Eventually([&] { return other.Call(kInfer, request).status == "0"; }));
+}
+
 TEST_F(BoundsTest, FewAnswersWaitForAClientThatDoesNotTakeThem) {
   Start();
   Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});

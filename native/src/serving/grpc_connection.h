@@ -94,6 +94,7 @@ class GrpcConnection {
   void TakeMessage(Stream* stream);
   bool BeginMessage(Stream* stream);
   bool Hold(Stream* stream, size_t size);
+  void DropMessage(Stream* stream);
   void EndOfRequest(Stream* stream);
   void Refuse(Stream* stream, GrpcCode code, std::string text);
   void Respond(Stream* stream);

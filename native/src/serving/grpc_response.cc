@@ -45,7 +45,7 @@ void GrpcConnection::Finish(int32_t id, GrpcCode code, std::string text) {
   if (code == GrpcCode::kResourceExhausted) ++shared_.num_refused;
   stream->code = code;
   stream->text = PercentEncoded(text);
-  stream->message = {};
+  DropMessage(stream);
   stream->progress_at = Clock::now();
   Respond(stream);
 }
