@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -77,10 +78,31 @@ TEST_F(BoundsTest, AMessageThatStopsArrivingEndsItsCall) {
   Start(Impatient());
   Client client(port_);
   // The client's half stays open, as that of a call that may last.
-  const int32_t half = client.BeginAndStop("/a.B/C", std::string("\0\0\0\x03\xe8"
-                                                                 "hello",
-                                                                 10));
-  EXPECT_EQ(client.End(half).error, uint32_t{NGHTTP2_CANCEL});
+  const int32_t half = client.BeginAndStop(kInfer, std::string("\0\0\0\x03\xe8"
+                                                               "hello",
+                                                               10));
+  const auto answer = client.End(half);
+  EXPECT_EQ(answer.status, "4");
+  EXPECT_NE(answer.message.find("no byte of the message has come for 200 ms"), std::string::npos);
+  EXPECT_EQ(NumOf(GrpcCode::kDeadlineExceeded), 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kCancelled), 0u);
+}
+
+// Its client sends a byte of a long message now and then.
+TEST_F(BoundsTest, SendingIsNotTaking) {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::seconds(1);
+  Start(options);
+  Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const int32_t slow = client.BeginAndStop("/a.B/C", std::string("\0\1\0\0\0", 5));
+  front_->Send(Begun(), "an answer");
+  EXPECT_TRUE(Eventually([&] {
+    client.Continue(slow, "x");
+    const auto events = front_->TakeEvents();
+    return std::any_of(events.begin(), events.end(),
+                       [](const auto& event) { return event.kind == CallEvent::Kind::kClosed; });
+  }));
+  EXPECT_EQ(client.End(slow).error, uint32_t{NGHTTP2_CANCEL});
 }
 
 TEST_F(BoundsTest, BytesThatAreOnlyAnnouncedAreNotHeld) {

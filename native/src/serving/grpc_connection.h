@@ -104,6 +104,8 @@ class GrpcConnection {
   void CloseCall(Stream* stream);
   ssize_t Receive(std::byte* to, size_t size);
   bool Write();
+  bool IsLate(Clock::time_point latest) const;
+  void EndLateStreams(Clock::time_point latest);
   void Check(int result);
 
   net::UniqueFd socket_;

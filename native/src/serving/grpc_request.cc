@@ -22,7 +22,7 @@ int GrpcConnection::OnBeginHeaders(nghttp2_session*, const nghttp2_frame* frame,
   auto stream = std::make_unique<Stream>();
   stream->id = frame->hd.stream_id;
   stream->head.peer = connection.peer_;
-  stream->head.arrived = stream->progress_at = connection.read_at_;
+  stream->head.arrived = stream->sent_at = connection.read_at_;
   connection.streams_[stream->id] = std::move(stream);
   return 0;
 }
@@ -104,7 +104,7 @@ int GrpcConnection::OnData(nghttp2_session*, uint8_t, int32_t id, const uint8_t*
 }
 
 void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
-  if (!stream->is_finished) stream->progress_at = read_at_;
+  stream->sent_at = read_at_;
   while (!data.empty() && !stream->is_finished) {
     if (stream->prefix_bytes < kPrefixBytes) {
       const size_t size = std::min(kPrefixBytes - stream->prefix_bytes, data.size());

@@ -288,7 +288,8 @@ void GrpcServer::OnTimer() {
   std::vector<uint64_t> ended;
   for (const auto& [tag, connection] : connections_) {
     if (!connection->CheckTimes(now)) ended.push_back(tag);
-    if (connection->wants_write()) touched_.insert(tag);
+    // It may have been read.
+    if (connection->wants_write() || connection->HasPending()) touched_.insert(tag);
   }
   for (const uint64_t tag : ended) Remove(tag);
   if (now >= accept_at_ && !is_draining_) {

@@ -153,7 +153,8 @@ double RequestQueue::EstimateLocked(uint32_t num_samples, Clock::time_point now)
   const uint64_t ahead = num_samples_ + num_samples;
   double wait_s = times_.Estimate(batches(ahead), ahead) / options_.num_threads;
   if (num_running_ > 0) {
-    const double running_s = times_.Estimate(std::max(num_parts_, 1u), running_samples_) - Seconds(now - began_);
+    const double running_s =
+        times_.Estimate(std::max(num_parts_, 1u), running_samples_) - Seconds(now - began_);
     wait_s += std::max(0.0, running_s) / options_.num_threads;
   }
   return wait_s;
