@@ -197,6 +197,7 @@ TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
 TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
   FrontOptions options;
   options.grpc.max_connections = 2;
+  ::testing::internal::CaptureStderr();
   Start(options);
   StartComputing();
   const std::string request = RequestOf(BatchOf({7}, {1}));
@@ -212,6 +213,9 @@ TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
     EXPECT_EQ(other.Call(kInfer, request).status, "0");
     EXPECT_EQ(first.Call(kInfer, request).status, "0");
   }
+  // It is not the limit of open files.
+  const std::string warned = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(warned.find("clients share connections, or run more servers"), std::string::npos);
 }
 
 // Clients that connect at the same time do not close each other's connections, and strangers do not

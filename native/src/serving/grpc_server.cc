@@ -20,6 +20,7 @@ using net::Clock;
 constexpr uint64_t kWakeTag = net::Poller::kFirstFreeTag;
 constexpr uint64_t kListenerTag = kWakeTag + 1;  // of the first; after the last, connections
 constexpr int kMaxEvents = 64;                   // before answers have their turn
+constexpr int kMaxAccepts = 64;                  // before the accepted are read
 constexpr size_t kMaxUnproven = 128;             // that close others; more close each other
 constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
 
@@ -178,7 +179,8 @@ void GrpcServer::ArmListeners() {
 
 void GrpcServer::Accept(size_t listener) {
   const int fd = listeners_[listener].socket.get();
-  while (!is_draining_) {
+  if (is_draining_) return;
+  for (int i = 0; i < kMaxAccepts; ++i) {
     net::Tcp::endpoint peer;
     auto size = static_cast<socklen_t>(peer.capacity());
     net::UniqueFd socket(::accept4(fd, peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -187,10 +189,12 @@ void GrpcServer::Accept(size_t listener) {
       return;
     }
     if (connections_.size() >= max_connections_) {
+      const bool is_of_files = max_connections_ < shared_.options.max_connections;
       net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
                         " connections and takes no more: those without calls are closed; let "
-                        "clients share connections, raise the limit of open files (ulimit -n), or "
-                        "run more servers");
+                        "clients share connections, " +
+                        (is_of_files ? "raise the limit of open files (ulimit -n), " : "") +
+                        "or run more servers");
       if (!CloseIdle()) continue;
     }
     net::ConfigureSocket(socket.get());
@@ -200,6 +204,7 @@ void GrpcServer::Accept(size_t listener) {
         std::make_unique<GrpcConnection>(std::move(socket), tag, NameOf(peer), &shared_);
     touched_.insert(tag);
   }
+  poller_.Arm(fd, kListenerTag + listener, EPOLLIN);
 }
 
 // Whether to accept again at once. Where the process is out of descriptors, connections without
