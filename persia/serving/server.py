@@ -311,11 +311,11 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
                 # Requests that the front reads by the features of the version before are checked again.
                 _use_inputs(front, inference)
                 used = current
-        state = codes.NOT_SERVING
+        is_ready = False
         with asking:
             # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
-            if await asyncio.to_thread(model.not_ready) is None:
-                state = codes.SERVING
+            is_ready = await asyncio.to_thread(model.not_ready) is None
+        state = codes.SERVING if is_ready else codes.NOT_SERVING
         with reporting:
             for name in ("", SERVICE, model.settings.name):
                 await states.set(name, state)

@@ -286,7 +286,8 @@ def test_a_request_that_could_not_be_answered_in_time_is_refused_at_once(
     patient = [batcher.submit(make_batch([1], [2]), 60) for _ in range(2)]
     started = time.monotonic()
     with pytest.raises(
-        ResourceExhaustedError, match=r"in \d+\.\d+ s, more than 60 % of the (4\.\d\d|5\.00) s that the client"
+        ResourceExhaustedError,
+        match=r"in \d+\.\d+ s, more than 60 % of the (4\.\d\d|5\.00) s that the client",
     ):
         batcher.submit(make_batch([1], [2]), 5.0)
     assert time.monotonic() - started < 5.0, "it was refused without a wait"
