@@ -130,9 +130,9 @@ class ServingFront:
         by_name: bool,
         allow_nonfinite: bool,
     ) -> None:
-        """What plain requests have. `ids`: each name, and the number that its IDs are below, 0 for any; None:
-        the model has no signature. `dense`: name, number of the dtype in PersiaBatch.to_bytes, shape of a
-        sample. `by_name`: tensors may be named like features."""
+        """What plain requests have. `ids`: each name, and the exclusive upper bound of its IDs, 0: none; all
+        None: the model has no signature. `dense`: name, number of the dtype in PersiaBatch.to_bytes, shape of
+        a sample. `by_name`: tensors may be named like features."""
 
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:

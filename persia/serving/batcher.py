@@ -39,12 +39,13 @@ class _Submitted:
     """A request of Python. The queue calls it when its deadline has passed, or its batch has failed."""
 
     future: Future[Prediction] = field(default_factory=Future)
+    error: PersiaError | None = None  # of its batch: more exact than the code
 
     def __call__(self, code: int, message: str) -> None:
-        # It has its answer where the thread that computes could say more exactly what failed.
-        if not self.future.done() and self.acquire():
+        if self.acquire():
             is_late = code == CODES["DEADLINE_EXCEEDED"]
-            self.future.set_exception((DeadlineExceededError if is_late else InternalError)(message))
+            error = self.error or (DeadlineExceededError if is_late else InternalError)(message)
+            self.future.set_exception(error)
 
     def acquire(self) -> bool:
         """False: its caller has cancelled it. From here on it cannot, so its result is set exactly once."""
@@ -76,7 +77,8 @@ class Batcher:
         or so long that the deadline would pass before the answer; UnavailableError: it is closed.
         """
         submitted = _Submitted()
-        queued = self.queue.submit(batch.to_bytes(), timeout_s, submitted)
+        # The deadline may pass while the request is parsed: then it is late, not invalid.
+        queued = self.queue.submit(batch.to_bytes(), max(0.0, timeout_s), submitted)
 
         def give_up(future: Future[Prediction]) -> None:
             if future.cancelled():
@@ -125,7 +127,7 @@ class Batcher:
                 return
             error = _error_of(failure)
             for receiver, _, _ in receivers:
-                receiver.future.set_exception(error)
+                receiver.error = error
             batch.fail(CODES[status_of(error)[0]], message_of(error))
         else:
             for receiver, begin, size in receivers:

@@ -70,7 +70,7 @@ class Predictor:
 
     @property
     def id_limits(self) -> dict[str, int]:
-        """What the IDs of slots in the dense model are below."""
+        """The exclusive upper bound of the IDs of each slot in the dense model."""
         tables = {} if self._dense_slots is None else self._dense_slots.tables
         return {name: table.cardinality for name, table in tables.items()}
 
@@ -91,10 +91,10 @@ class Predictor:
             for feature in batch.non_id_type_features:
                 require_finite(feature.name, feature.data)
         # Before requests are merged: a wrong ID must fail its own.
-        limits = self.id_limits
-        for ids in batch.id_type_features:
-            if ids.name in limits and ids.ids.max(initial=0) >= limits[ids.name]:
-                self._dense_ids(batch)  # raises, and names the ID
+        tables = {} if self._dense_slots is None else self._dense_slots.tables
+        for f in batch.id_type_features:
+            if f.name in tables:
+                tables[f.name].check(f.name, f.ids)
         return batch
 
     def _dense_ids(self, batch: PersiaBatch) -> dict[str, DenseIds]:

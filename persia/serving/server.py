@@ -278,22 +278,45 @@ def _advertise(options: ServingOptions, address: str, status_address: str, stopp
             stopped.wait(1.0)
 
 
+class _Attempts:
+    """What is tried again and again, in a `with` block: its errors are logged once each, and end nothing."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._told: str | None = None  # since it last succeeded
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, failure: BaseException | None, _where: object) -> bool:
+        if not isinstance(failure, Exception):
+            self._told = None
+            return False
+        if (text := f"{type(failure).__name__}: {failure}") != self._told:
+            get_default_logger().error("cannot %s: it is tried again", self._what, exc_info=failure)
+            self._told = text
+        return True
+
+
 async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
     """Reports health of the server as a whole (""), and by the names of the service and of the model."""
     model = inference.model
     used = None  # the version whose inputs the front knows
+    using = _Attempts("tell the gRPC port what the model takes")
+    asking, reporting = _Attempts("tell whether the model is ready"), _Attempts("report the server's health")
+    codes = health_pb2.HealthCheckResponse
     while True:
-        try:
+        with using:
             if (current := model.current) is not used:
                 # Requests that the front reads by the features of the version before are checked again.
                 _use_inputs(front, inference)
                 used = current
+        is_ready = False
+        with asking:
             # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
-            ready = await asyncio.to_thread(model.not_ready) is None
-            codes = health_pb2.HealthCheckResponse
-            state = codes.SERVING if ready else codes.NOT_SERVING
+            is_ready = await asyncio.to_thread(model.not_ready) is None
+        state = codes.SERVING if is_ready else codes.NOT_SERVING
+        with reporting:
             for name in ("", SERVICE, model.settings.name):
                 await states.set(name, state)
-        except Exception:  # it must not end the reports, without a word
-            get_default_logger().exception("cannot report the health of %s: it is tried again", SERVICE)
         await asyncio.sleep(_HEALTH_INTERVAL_S)

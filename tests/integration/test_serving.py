@@ -138,12 +138,15 @@ def tensor(message: bytes, datatype: str = "BYTES", shape: tuple[int, ...] = (1,
 @contextlib.contextmanager
 def no_job() -> Iterator[None]:
     """The environment of a process that belongs to no job."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"):
-            patch.delenv(name, raising=False)
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE", "PERSIA_NATS_URL"
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                patch.delenv(name, raising=False)
+            env.reload_env()
+            yield
+    finally:
         env.reload_env()
-        yield
-    env.reload_env()
 
 
 @contextlib.contextmanager

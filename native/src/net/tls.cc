@@ -159,11 +159,15 @@ std::shared_ptr<SSL_CTX> TlsFiles::Context() {
   const auto is = [&](const Stamp& other) {
     return std::memcmp(&stamp, &other, sizeof(stamp)) == 0;
   };
-  if (is(stamp_)) return context_;
+  if (is(stamp_)) {
+    warned_.reset();
+    return context_;
+  }
   if (auto fresh = Read(); fresh.ok()) {
     context_ = std::move(*fresh);
     stamp_ = stamp;
-  } else if (!is(warned_) &&
+    warned_.reset();
+  } else if (!(warned_.has_value() && is(*warned_)) &&
              WarnOperator(fresh.status().message() + "; the certificate read before is used")) {
     warned_ = stamp;
   }

@@ -13,6 +13,7 @@
 #include <ctime>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -47,7 +48,7 @@ class TlsFiles {
   std::mutex mutex_;  // guards what follows
   std::shared_ptr<SSL_CTX> context_;
   Stamp stamp_;
-  Stamp warned_ = {};  // of files that cannot be used, of which the operator was told
+  std::optional<Stamp> warned_;  // of unusable files, since the last good ones
 };
 
 // A value that both ends of a TLS connection know, and no other connection has; zeros without TLS.

@@ -15,8 +15,11 @@
 #include <filesystem>
 #include <fstream>
 #include <future>
+#include <map>
 #include <memory>
 #include <optional>
+#include <sstream>
+#include <string>
 #include <thread>
 
 #include "net/channel.h"
@@ -237,6 +240,22 @@ TEST_F(TlsTest, AFileThatCannotBeUsedIsNamed) {
   EXPECT_NE(certificates_.Load().status().message().find("own.key"), std::string::npos);
 }
 
+// Of two connections.
+void ExpectContext(TlsFiles& files, const std::shared_ptr<SSL_CTX>& expected) {
+  for (int connection = 0; connection < 2; ++connection) {
+    // At most one warning a second is written: the second connection's would be.
+    std::this_thread::sleep_for(std::chrono::milliseconds(1100));
+    EXPECT_EQ(files.Context(), expected);
+  }
+}
+
+size_t NumWarnings(const std::string& written) {
+  const std::string text = "the certificate read before is used";
+  size_t num = 0;
+  for (size_t at = 0; (at = written.find(text, at)) != std::string::npos; ++at) ++num;
+  return num;
+}
+
 // Not for each connection.
 TEST_F(TlsTest, BrokenFilesAreWarnedOfOnce) {
   const auto files = certificates_.Load().value();
@@ -244,16 +263,31 @@ TEST_F(TlsTest, BrokenFilesAreWarnedOfOnce) {
   ::testing::internal::CaptureStderr();
   for (int change = 0; change < 2; ++change) {
     std::ofstream(certificates_.Path("own.key")) << "half of a key";
-    for (int connection = 0; connection < 2; ++connection) {
-      // At most one warning a second is written: the second connection's would be.
-      std::this_thread::sleep_for(std::chrono::milliseconds(1100));
-      EXPECT_EQ(files->Context(), before);
-    }
+    ExpectContext(*files, before);
   }
-  const std::string written = ::testing::internal::GetCapturedStderr();
-  size_t num_warnings = 0;
-  for (size_t at = 0; (at = written.find("own.key", at)) != std::string::npos; ++at) ++num_warnings;
-  EXPECT_EQ(num_warnings, 2u) << written;
+  EXPECT_EQ(NumWarnings(::testing::internal::GetCapturedStderr()), 2u);
+}
+
+// Also where they are removed again after others were used.
+TEST_F(TlsTest, RemovedFilesAreWarnedOf) {
+  const auto files = certificates_.Load().value();
+  ::testing::internal::CaptureStderr();
+  for (int removal = 0; removal < 2; ++removal) {
+    const auto before = files->Context();
+    std::map<std::string, std::string> contents;
+    for (const char* name : {"own.pem", "own.key", "ca.pem"}) {
+      std::stringstream content;
+      content << std::ifstream(certificates_.Path(name)).rdbuf();
+      contents[name] = content.str();
+      std::filesystem::remove(certificates_.Path(name));
+    }
+    ExpectContext(*files, before);
+    for (const auto& [name, content] : contents) {
+      std::ofstream(certificates_.Path(name.c_str())) << content;
+    }
+    EXPECT_NE(files->Context(), before);
+  }
+  EXPECT_EQ(NumWarnings(::testing::internal::GetCapturedStderr()), 2u);
 }
 
 // ---- a stream alone

@@ -4,6 +4,7 @@
 #include <netdb.h>
 #include <sys/resource.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
@@ -25,11 +26,19 @@ class BoundsTest : public FrontTest {
   CallId Begun() { return Await(CallEvent::Kind::kCall).call; }
 };
 
+constexpr int32_t kNoCall = 0;
 const std::string kEmpty(5, '\0');  // a message without content
 
 FrontOptions Impatient() {
   FrontOptions options;
   options.grpc.patience = std::chrono::milliseconds(200);
+  return options;
+}
+
+// So patient that no connection is closed for its age.
+FrontOptions Patient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::hours(1);
   return options;
 }
 
@@ -69,10 +78,31 @@ TEST_F(BoundsTest, AMessageThatStopsArrivingEndsItsCall) {
   Start(Impatient());
   Client client(port_);
   // The client's half stays open, as that of a call that may last.
-  const int32_t half = client.BeginAndStop("/a.B/C", std::string("\0\0\0\x03\xe8"
-                                                                 "hello",
-                                                                 10));
-  EXPECT_EQ(client.End(half).error, uint32_t{NGHTTP2_CANCEL});
+  const int32_t half = client.BeginAndStop(kInfer, std::string("\0\0\0\x03\xe8"
+                                                               "hello",
+                                                               10));
+  const auto answer = client.End(half);
+  EXPECT_EQ(answer.status, "4");
+  EXPECT_NE(answer.message.find("no byte of the message has come for 200 ms"), std::string::npos);
+  EXPECT_EQ(NumOf(GrpcCode::kDeadlineExceeded), 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kCancelled), 0u);
+}
+
+// Its client sends a byte of a long message now and then.
+TEST_F(BoundsTest, SendingIsNotTaking) {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::seconds(1);
+  Start(options);
+  Client client(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const int32_t slow = client.BeginAndStop("/a.B/C", std::string("\0\1\0\0\0", 5));
+  front_->Send(Begun(), "an answer");
+  EXPECT_TRUE(Eventually([&] {
+    client.Continue(slow, "x");
+    const auto events = front_->TakeEvents();
+    return std::any_of(events.begin(), events.end(),
+                       [](const auto& event) { return event.kind == CallEvent::Kind::kClosed; });
+  }));
+  EXPECT_EQ(client.End(slow).error, uint32_t{NGHTTP2_CANCEL});
 }
 
 TEST_F(BoundsTest, BytesThatAreOnlyAnnouncedAreNotHeld) {
@@ -87,6 +117,26 @@ TEST_F(BoundsTest, BytesThatAreOnlyAnnouncedAreNotHeld) {
   const int32_t large = client.BeginAndStop("/a.B/C", announced + std::string(59'000, 'x'));
   EXPECT_EQ(client.Call("/a.B/C", std::string(59'000, 'x')).status, "8");
   client.Cancel(large);
+}
+
+// Its client may keep the stream open for long.
+TEST_F(BoundsTest, AnAnsweredCallHoldsNoHalfMessage) {
+  queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000});
+  FrontOptions options = Patient();
+  options.grpc.max_held_bytes = 100'000;
+  Start(options);
+  StartComputing();
+  Client slow(port_, {.settings = {{NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, 0}}});
+  const std::string announced("\0\0\0\xea\x60", 5);  // 60,000 bytes
+  slow.BeginAndStop("/a.B/C", announced + std::string(59'000, 'x'));
+  const CallId half = Begun();
+  const std::string request =
+      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  Client other(port_);
+  ASSERT_TRUE(Eventually([&] { return other.Call(kInfer, request).status == "8"; }));
+  front_->Send(half, "an answer that is not taken");
+  front_->Finish(half, GrpcCode::kOk, "");
+  EXPECT_TRUE(Eventually([&] { return other.Call(kInfer, request).status == "0"; }));
 }
 
 TEST_F(BoundsTest, FewAnswersWaitForAClientThatDoesNotTakeThem) {
@@ -147,6 +197,7 @@ TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
 TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
   FrontOptions options;
   options.grpc.max_connections = 2;
+  ::testing::internal::CaptureStderr();
   Start(options);
   StartComputing();
   const std::string request = RequestOf(BatchOf({7}, {1}));
@@ -162,6 +213,36 @@ TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {
     EXPECT_EQ(other.Call(kInfer, request).status, "0");
     EXPECT_EQ(first.Call(kInfer, request).status, "0");
   }
+  // It is not the limit of open files.
+  const std::string warned = ::testing::internal::GetCapturedStderr();
+  EXPECT_NE(warned.find("clients share connections, or run more servers"), std::string::npos);
+}
+
+// Clients that connect at the same time do not close each other's connections, and strangers do not
+// close all that are in use.
+TEST_F(BoundsTest, NewConnectionsHaveAShare) {
+  FrontOptions options = Patient();
+  options.grpc.max_connections = 10;
+  Start(options);
+  StartComputing();
+  const std::string request = RequestOf(BatchOf({7}, {1}));
+  std::vector<std::unique_ptr<Client>> unused;
+  for (int i = 0; i < 10; ++i) {
+    unused.push_back(std::make_unique<Client>(port_));
+    EXPECT_EQ(unused.back()->Call(kInfer, request).status, "0");
+  }
+  std::vector<net::UniqueFd> sockets;
+  for (int i = 0; i < 5; ++i) sockets.push_back(Connect(port_));
+  EXPECT_FALSE(unused[4]->End(kNoCall).is_closed);  // until the server has hung up
+  std::vector<std::unique_ptr<Client>> clients;
+  for (auto& socket : sockets) {
+    clients.push_back(std::make_unique<Client>(std::move(socket), Client::Options()));
+  }
+  for (const auto& client : clients) EXPECT_EQ(client->Call(kInfer, request).status, "0");
+  std::vector<net::UniqueFd> strangers;
+  for (int i = 0; i < 20; ++i) strangers.push_back(Connect(port_));
+  EXPECT_TRUE(IsClosed(strangers[14].get()));
+  for (const auto& client : clients) EXPECT_EQ(client->Call(kInfer, request).status, "0");
 }
 
 // The process's limit of descriptors; the old one at the end of the block.
@@ -179,13 +260,6 @@ class DescriptorLimit {
  private:
   rlimit before_ = {};
 };
-
-// So patient that no connection is closed for its age.
-FrontOptions Patient() {
-  FrontOptions options;
-  options.grpc.patience = std::chrono::hours(1);
-  return options;
-}
 
 TEST_F(BoundsTest, WithoutDescriptorsConnectionsWithoutCallsMakeRoom) {
   Start(Patient());

@@ -58,7 +58,7 @@ struct GrpcOptions {
   uint64_t max_message_bytes = 16ull << 20;
   uint64_t max_held_bytes = 1ull << 30;  // of messages that arrive, wait or are to be sent
   uint32_t max_calls = 1024;             // that are open
-  uint32_t max_connections = 4096;
+  uint32_t max_connections = 4096;       // the limit of open files may permit fewer
   // With a client that begins no call, or does not read or send what it should.
   std::chrono::milliseconds patience{10'000};
   std::shared_ptr<net::TlsFiles> tls;  // null: none

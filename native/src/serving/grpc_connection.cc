@@ -182,29 +182,48 @@ bool GrpcConnection::Write() {
 bool GrpcConnection::CheckTimes(Clock::time_point now) {
   const auto latest = now - shared_.options.patience;
   if (is_blocked_ && progress_at_ < latest) return false;
+  // After a pause of this process what the client has done in time may not have been looked at.
+  if (!is_blocked_ && IsLate(latest) && !(Read() && Flush())) return false;
   if (!has_begun_ && progress_at_ < latest) {
     Drain();
     Flush();
     return false;
   }
+  EndLateStreams(latest);
   std::vector<Stream*> due;
-  std::vector<Stream*> stuck;
   for (const auto& [id, stream] : streams_) {
-    if (stream->is_reset) continue;
-    const bool must_progress = stream->is_finished || !stream->has_begun ||
-                               stream->prefix_bytes != 0 || !stream->outgoing.empty();
-    if (must_progress && stream->progress_at < latest) {
-      stuck.push_back(stream.get());
-    } else if (!stream->is_finished && stream->due <= now) {
-      due.push_back(stream.get());
-    }
+    if (!stream->is_finished && stream->due <= now) due.push_back(stream.get());
   }
-  for (Stream* stream : stuck) Reset(stream, NGHTTP2_CANCEL);
   for (const Stream* stream : due) {
     shared_.handler.OnLate(stream->call);
     Finish(stream->id, GrpcCode::kDeadlineExceeded, "the request's deadline passed");
   }
   return true;
+}
+
+bool GrpcConnection::IsLate(Clock::time_point latest) const {
+  if (!has_begun_ && progress_at_ < latest) return true;
+  return std::any_of(streams_.begin(), streams_.end(), [&](const auto& entry) {
+    const Stream& stream = *entry.second;
+    return !stream.is_reset && ((stream.must_send() && stream.sent_at < latest) ||
+                                (stream.must_take() && stream.taken_at < latest));
+  });
+}
+
+void GrpcConnection::EndLateStreams(Clock::time_point latest) {
+  for (const auto& [id, entry] : streams_) {
+    Stream* stream = entry.get();
+    if (stream->is_reset) continue;
+    // Of a blocked connection nothing is read.
+    const bool is_silent = !is_blocked_ && stream->must_send() && stream->sent_at < latest;
+    if ((stream->must_take() && stream->taken_at < latest) || (is_silent && stream->call == 0)) {
+      Reset(stream, NGHTTP2_CANCEL);
+    } else if (is_silent) {
+      Refuse(stream, GrpcCode::kDeadlineExceeded,
+             "no byte of the message has come for " +
+                 std::to_string(shared_.options.patience.count()) + " ms: send it without pauses");
+    }
+  }
 }
 
 // What the library could not do for want of memory it has forgotten.

@@ -65,8 +65,10 @@ class GrpcConnection {
   int fd() const { return socket_.get(); }
   uint64_t tag() const { return tag_; }
   bool is_idle() const { return streams_.empty(); }
-  // Of two idle connections the lesser one is closed first.
-  std::pair<bool, net::Clock::time_point> worth() const { return {has_begun_, read_at_}; }
+  // Its client has begun a call.
+  bool has_begun() const { return has_begun_; }
+  // When it was accepted, if its client has begun no call yet.
+  net::Clock::time_point used_at() const { return has_begun_ ? read_at_ : progress_at_; }
 
  private:
   using Clock = net::Clock;
@@ -92,6 +94,7 @@ class GrpcConnection {
   void TakeMessage(Stream* stream);
   bool BeginMessage(Stream* stream);
   bool Hold(Stream* stream, size_t size);
+  void DropMessage(Stream* stream);
   void EndOfRequest(Stream* stream);
   void Refuse(Stream* stream, GrpcCode code, std::string text);
   void Respond(Stream* stream);
@@ -101,6 +104,8 @@ class GrpcConnection {
   void CloseCall(Stream* stream);
   ssize_t Receive(std::byte* to, size_t size);
   bool Write();
+  bool IsLate(Clock::time_point latest) const;
+  void EndLateStreams(Clock::time_point latest);
   void Check(int result);
 
   net::UniqueFd socket_;

@@ -22,7 +22,7 @@ int GrpcConnection::OnBeginHeaders(nghttp2_session*, const nghttp2_frame* frame,
   auto stream = std::make_unique<Stream>();
   stream->id = frame->hd.stream_id;
   stream->head.peer = connection.peer_;
-  stream->head.arrived = stream->progress_at = connection.read_at_;
+  stream->head.arrived = stream->sent_at = connection.read_at_;
   connection.streams_[stream->id] = std::move(stream);
   return 0;
 }
@@ -104,7 +104,7 @@ int GrpcConnection::OnData(nghttp2_session*, uint8_t, int32_t id, const uint8_t*
 }
 
 void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
-  if (!stream->is_finished) stream->progress_at = read_at_;
+  stream->sent_at = read_at_;
   while (!data.empty() && !stream->is_finished) {
     if (stream->prefix_bytes < kPrefixBytes) {
       const size_t size = std::min(kPrefixBytes - stream->prefix_bytes, data.size());
@@ -125,10 +125,12 @@ void GrpcConnection::TakeData(Stream* stream, std::span<const std::byte> data) {
 // Bytes that have arrived, not those that are announced: else a client could take all that the
 // server may hold without sending it. False: the call was refused.
 bool GrpcConnection::Hold(Stream* stream, size_t size) {
-  stream->held->Add(size);
   const uint64_t most = shared_.options.max_held_bytes;
-  const uint64_t held = *shared_.held_bytes;
-  if (held <= most) return true;
+  const uint64_t held = *shared_.held_bytes + size;
+  if (held <= most) {
+    stream->held->Add(size);
+    return true;
+  }
   Refuse(stream, GrpcCode::kResourceExhausted,
          "the requests under way have " + std::to_string(held) + " bytes, this server holds " +
              std::to_string(most) + ": try again later, or ask another server");
@@ -169,6 +171,7 @@ void GrpcConnection::TakeMessage(Stream* stream) {
                       "': send gzip, deflate or identity");
   }
   stream->prefix_bytes = 0;
+  // From here on the bytes are counted with `held`, by whatever keeps it.
   shared_.handler.OnMessage(stream->call,
                             {std::exchange(stream->message, {}), is_compressed, stream->held});
 }
@@ -197,7 +200,15 @@ int GrpcConnection::OnStreamClosed(nghttp2_session*, int32_t id, uint32_t, void*
   return 0;
 }
 
+// A message that has not arrived as a whole.
+void GrpcConnection::DropMessage(Stream* stream) {
+  if (stream->held != nullptr) stream->held->Release(stream->message.size());
+  stream->message = {};
+}
+
+// The stream itself may live until the client has read what was framed.
 void GrpcConnection::CloseCall(Stream* stream) {
+  DropMessage(stream);
   if (stream->held != nullptr) stream->held->Release(stream->unread());
   stream->held = nullptr;
   stream->outgoing = {};

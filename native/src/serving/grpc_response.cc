@@ -27,7 +27,7 @@ void GrpcConnection::Send(int32_t id, std::string message) {
   Stream* stream = Find(id);
   if (stream == nullptr || stream->is_finished) return;
   if (stream->unread() > kMaxUnread) return Reset(stream, NGHTTP2_ENHANCE_YOUR_CALM);
-  if (stream->unread() == 0) stream->progress_at = Clock::now();
+  if (stream->unread() == 0) stream->taken_at = Clock::now();
   const auto size = static_cast<uint32_t>(message.size());
   std::string& framed = stream->outgoing;
   framed.reserve(framed.size() + kPrefixBytes + message.size());
@@ -45,8 +45,8 @@ void GrpcConnection::Finish(int32_t id, GrpcCode code, std::string text) {
   if (code == GrpcCode::kResourceExhausted) ++shared_.num_refused;
   stream->code = code;
   stream->text = PercentEncoded(text);
-  stream->message = {};
-  stream->progress_at = Clock::now();
+  DropMessage(stream);
+  stream->taken_at = Clock::now();
   Respond(stream);
 }
 
@@ -75,7 +75,7 @@ void GrpcConnection::Respond(Stream* stream) {
 // A client of another protocol; gRPC's own would read a status of HTTP as one of gRPC.
 void GrpcConnection::RefuseHttp(Stream* stream, std::string_view status) {
   stream->is_finished = stream->has_responded = true;
-  stream->progress_at = Clock::now();
+  stream->taken_at = Clock::now();
   const std::array<nghttp2_nv, 1> headers = {Header(":status", status)};
   Check(nghttp2_submit_response(session_, stream->id, headers.data(), headers.size(), nullptr));
 }
@@ -96,7 +96,7 @@ ssize_t GrpcConnection::ReadOutgoing(nghttp2_session*, int32_t, uint8_t* to, siz
   if (num_read > 0) {
     std::memcpy(to, stream.outgoing.data() + stream.read_bytes, num_read);
     stream.held->Release(num_read);
-    stream.progress_at = Clock::now();
+    stream.taken_at = Clock::now();
   }
   stream.read_bytes += num_read;
   if (stream.unread() == 0) {

@@ -20,6 +20,8 @@ using net::Clock;
 constexpr uint64_t kWakeTag = net::Poller::kFirstFreeTag;
 constexpr uint64_t kListenerTag = kWakeTag + 1;  // of the first; after the last, connections
 constexpr int kMaxEvents = 64;                   // before answers have their turn
+constexpr int kMaxAccepts = 64;                  // before the accepted are read
+constexpr size_t kMaxUnproven = 128;             // that close others; more close each other
 constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
 
 void Signal(int fd) {
@@ -177,7 +179,8 @@ void GrpcServer::ArmListeners() {
 
 void GrpcServer::Accept(size_t listener) {
   const int fd = listeners_[listener].socket.get();
-  while (!is_draining_) {
+  if (is_draining_) return;
+  for (int i = 0; i < kMaxAccepts; ++i) {
     net::Tcp::endpoint peer;
     auto size = static_cast<socklen_t>(peer.capacity());
     net::UniqueFd socket(::accept4(fd, peer.data(), &size, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -186,10 +189,12 @@ void GrpcServer::Accept(size_t listener) {
       return;
     }
     if (connections_.size() >= max_connections_) {
+      const bool is_of_files = max_connections_ < shared_.options.max_connections;
       net::WarnOperator("the port of predictions has " + std::to_string(connections_.size()) +
                         " connections and takes no more: those without calls are closed; let "
-                        "clients share connections, raise the limit of open files (ulimit -n), or "
-                        "run more servers");
+                        "clients share connections, " +
+                        (is_of_files ? "raise the limit of open files (ulimit -n), " : "") +
+                        "or run more servers");
       if (!CloseIdle()) continue;
     }
     net::ConfigureSocket(socket.get());
@@ -199,6 +204,7 @@ void GrpcServer::Accept(size_t listener) {
         std::make_unique<GrpcConnection>(std::move(socket), tag, NameOf(peer), &shared_);
     touched_.insert(tag);
   }
+  poller_.Arm(fd, kListenerTag + listener, EPOLLIN);
 }
 
 // Whether to accept again at once. Where the process is out of descriptors, connections without
@@ -218,17 +224,25 @@ bool GrpcServer::OnAcceptFailed(size_t listener, int error) {
   return false;
 }
 
-// Makes room for a new connection. False: each one has calls.
+// Makes room for a new connection. False: each one has calls. Those that have begun no call yet may
+// be strangers', or of clients that connect at the same time: they have a share, within which they
+// close connections that were not used for long.
 bool GrpcServer::CloseIdle() {
-  auto least = connections_.end();
-  for (auto it = connections_.begin(); it != connections_.end(); ++it) {
-    if (!it->second->is_idle()) continue;
-    if (least == connections_.end() || it->second->worth() < least->second->worth()) least = it;
+  const size_t share = std::clamp(connections_.size() / 2, size_t{1}, kMaxUnproven);
+  size_t num_unproven = 0;
+  GrpcConnection* unproven = nullptr;  // the oldest one
+  GrpcConnection* unused = nullptr;    // the one that was used longest ago
+  for (const auto& [tag, connection] : connections_) {
+    if (!connection->is_idle()) continue;
+    if (!connection->has_begun()) ++num_unproven;
+    GrpcConnection*& first = connection->has_begun() ? unused : unproven;
+    if (first == nullptr || connection->used_at() < first->used_at()) first = connection.get();
   }
-  if (least == connections_.end()) return false;
-  least->second->Drain();
-  least->second->Flush();
-  Remove(least->first);
+  GrpcConnection* closed = num_unproven >= share || unused == nullptr ? unproven : unused;
+  if (closed == nullptr) return false;
+  closed->Drain();
+  closed->Flush();
+  Remove(closed->tag());
   return true;
 }
 
@@ -279,7 +293,8 @@ void GrpcServer::OnTimer() {
   std::vector<uint64_t> ended;
   for (const auto& [tag, connection] : connections_) {
     if (!connection->CheckTimes(now)) ended.push_back(tag);
-    if (connection->wants_write()) touched_.insert(tag);
+    // It may have been read.
+    if (connection->wants_write() || connection->HasPending()) touched_.insert(tag);
   }
   for (const uint64_t tag : ended) Remove(tag);
   if (now >= accept_at_ && !is_draining_) {

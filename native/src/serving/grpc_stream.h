@@ -20,6 +20,8 @@ inline std::string_view View(const uint8_t* bytes, size_t size) {
 
 struct GrpcConnection::Stream {
   size_t unread() const { return outgoing.size() - read_bytes; }
+  bool must_send() const { return !is_finished && (!has_begun || prefix_bytes != 0); }
+  bool must_take() const { return is_finished || !outgoing.empty(); }
 
   int32_t id = 0;
   CallId call = 0;  // 0: the handler does not know it
@@ -47,8 +49,9 @@ struct GrpcConnection::Stream {
   GrpcCode code = GrpcCode::kOk;
   std::string text;
   net::Clock::time_point due = net::Clock::time_point::max();  // of an answer
-  // When the client last sent or took something that it should.
-  net::Clock::time_point progress_at;
+  // When the client last sent bytes, and last took some or got the first to take.
+  net::Clock::time_point sent_at;
+  net::Clock::time_point taken_at;
 };
 
 }  // namespace persia::serving

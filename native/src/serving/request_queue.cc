@@ -49,12 +49,10 @@ double BatchTimes::Estimate(uint64_t num_batches, uint64_t num_samples) const {
 
 // ---- a batch
 
-Batch::Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_timed)
-    : requests_(std::move(requests)),
-      queue_(*queue),
-      began_(is_timed ? std::optional(Clock::now()) : std::nullopt) {
+Batch::Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_part)
+    : requests_(std::move(requests)), queue_(*queue), is_part_(is_part) {
   for (const auto& request : requests_) num_samples_ += request->size();
-  queue_.Begin(static_cast<uint32_t>(requests_.size()), num_samples_);
+  queue_.Begin(*this);
 }
 
 Batch::~Batch() {
@@ -70,13 +68,14 @@ StatusOr<std::vector<std::byte>> Batch::Message() const {
 
 // Before the answers: who has the last of them sees no request running. Without effect on a batch
 // that has ended.
-void Batch::End() {
+void Batch::End(bool is_computed) {
   if (requests_.empty()) return;
-  queue_.End(static_cast<uint32_t>(requests_.size()), num_samples_, began_);
+  const bool is_timed = is_computed && !is_part_;
+  queue_.End(*this, is_timed ? std::optional(Clock::now() - began_) : std::nullopt);
 }
 
 void Batch::Answer(const Prediction& prediction) {
-  End();
+  End(true);
   uint32_t begin = 0;
   const auto requests = std::exchange(requests_, {});
   for (const auto& request : requests) {
@@ -87,17 +86,17 @@ void Batch::Answer(const Prediction& prediction) {
 }
 
 void Batch::Fail(GrpcCode code, const std::string& message) {
-  End();
+  End(true);
   const auto requests = std::exchange(requests_, {});
   for (const auto& request : requests) request->Fail(code, message);
   for (const auto& request : requests) request->Deliver();
 }
 
 std::vector<std::unique_ptr<Batch>> Batch::Split() {
-  End();
+  End(false);
   std::vector<std::unique_ptr<Batch>> parts;
   for (auto& request : std::exchange(requests_, {})) {
-    parts.push_back(std::make_unique<Batch>(std::vector{std::move(request)}, &queue_, false));
+    parts.push_back(std::make_unique<Batch>(std::vector{std::move(request)}, &queue_, true));
   }
   return parts;
 }
@@ -154,7 +153,8 @@ double RequestQueue::EstimateLocked(uint32_t num_samples, Clock::time_point now)
   const uint64_t ahead = num_samples_ + num_samples;
   double wait_s = times_.Estimate(batches(ahead), ahead) / options_.num_threads;
   if (num_running_ > 0) {
-    const double running_s = times_.Estimate(1, running_samples_) - Seconds(now - began_);
+    const double running_s =
+        times_.Estimate(std::max(num_parts_, 1u), running_samples_) - Seconds(now - began_);
     wait_s += std::max(0.0, running_s) / options_.num_threads;
   }
   return wait_s;
@@ -217,19 +217,22 @@ RequestQueue::Requests RequestQueue::Take() {
   return taken;
 }
 
-void RequestQueue::Begin(uint32_t num_requests, uint32_t num_samples) {
+void RequestQueue::Begin(const Batch& batch) {
   const std::lock_guard lock(mutex_);
-  num_running_ += num_requests;
-  running_samples_ += num_samples;
+  num_running_ += static_cast<uint32_t>(batch.num_requests());
+  running_samples_ += batch.num_samples();
+  if (batch.is_part()) ++num_parts_;
   began_ = Clock::now();
 }
 
-void RequestQueue::End(uint32_t num_requests, uint32_t num_samples,
-                       std::optional<Clock::time_point> began) {
+void RequestQueue::End(const Batch& batch, std::optional<Clock::duration> took) {
   const std::lock_guard lock(mutex_);
-  if (began.has_value()) times_.Add(num_samples, Seconds(Clock::now() - *began));
-  num_running_ -= num_requests;
-  running_samples_ -= num_samples;
+  if (took.has_value()) times_.Add(batch.num_samples(), Seconds(*took));
+  num_running_ -= static_cast<uint32_t>(batch.num_requests());
+  running_samples_ -= batch.num_samples();
+  if (!batch.is_part()) return;
+  --num_parts_;
+  began_ = Clock::now();  // the next part
 }
 
 void RequestQueue::Close() {

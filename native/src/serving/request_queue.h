@@ -80,31 +80,34 @@ class RequestQueue;
 // by one of Answer, Fail and Split. Not thread-safe.
 class Batch {
  public:
-  // `is_timed`: how long it takes counts for the estimates of the queue.
-  Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_timed = true);
+  // `is_part`: of a batch that was split.
+  Batch(std::vector<std::shared_ptr<Waiting>> requests, RequestQueue* queue, bool is_part = false);
   Batch(const Batch&) = delete;
   ~Batch();  // fails what was not answered
 
   const std::vector<std::shared_ptr<Waiting>>& requests() const { return requests_; }
   size_t num_requests() const { return requests_.size(); }
   uint32_t num_samples() const { return num_samples_; }
+  bool is_part() const { return is_part_; }
   // See serving::Merge.
   StatusOr<std::vector<std::byte>> Message() const;
   // Each output must have a row for each sample. This, Fail and Split have no effect on a batch
   // that has ended.
   void Answer(const Prediction& prediction);
   void Fail(GrpcCode code, const std::string& message);
-  // A batch of each request: the fault of one must not be the others'. They are computed one after
-  // another and have no beginning of their own, so they are not timed.
+  // A batch of each request: the fault of one must not be the others'. They are to be computed one
+  // after another. Neither they nor this one, which has failed, count for the estimates of the
+  // queue.
   std::vector<std::unique_ptr<Batch>> Split();
 
  private:
-  void End();
+  void End(bool is_computed);
 
   std::vector<std::shared_ptr<Waiting>> requests_;
   RequestQueue& queue_;
   uint32_t num_samples_ = 0;
-  const std::optional<Clock::time_point> began_;  // none: not timed
+  const bool is_part_;
+  const Clock::time_point began_ = Clock::now();
 };
 
 // Thread-safe. Must outlive its batches.
@@ -136,8 +139,8 @@ class RequestQueue {
   double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
   void DropLate(Requests* late);
   Requests Take();
-  void Begin(uint32_t num_requests, uint32_t num_samples);
-  void End(uint32_t num_requests, uint32_t num_samples, std::optional<Clock::time_point> began);
+  void Begin(const Batch& batch);
+  void End(const Batch& batch, std::optional<Clock::duration> took);
 
   const QueueOptions options_;
   mutable std::mutex mutex_;
@@ -146,6 +149,7 @@ class RequestQueue {
   uint64_t num_samples_ = 0;  // of the requests that wait
   uint32_t num_running_ = 0;  // requests
   uint64_t running_samples_ = 0;
+  uint32_t num_parts_ = 0;   // of batches that were split, not computed yet
   Clock::time_point began_;  // the batch that began last
   bool closed_ = false;
   BatchTimes times_;

@@ -76,17 +76,43 @@ TEST(RequestQueueTest, ABatchEndsOnce) {
 
 // The last part of a batch waits for the others: its time says nothing of how long a batch takes.
 TEST(RequestQueueTest, PartsOfABatchDoNotCountForEstimates) {
-  constexpr std::chrono::milliseconds kTime(500);
   RequestQueue queue({});
   for (int i = 0; i < 20; ++i) ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
   {
     const auto parts = queue.Next()->Split();
     ASSERT_EQ(parts.size(), 20u);
-    std::this_thread::sleep_for(kTime);
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
   }
   ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
   const auto running = queue.Next();
-  EXPECT_TRUE(queue.Submit(RequestFor(kTime)).ok());
+  EXPECT_TRUE(queue.Submit(RequestFor(std::chrono::seconds(5))).ok());
+}
+
+// Some of them may be slow, though the whole one has failed at once.
+TEST(RequestQueueTest, PartsOfABatchAreAheadOfWhatIsQueued) {
+  RequestQueue queue({});
+  const auto next = [&](int num_requests) {
+    for (int i = 0; i < num_requests; ++i) EXPECT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+    return queue.Next();
+  };
+  {
+    const auto batch = next(1);
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    batch->Answer({"m", "7", {}, {}});
+  }
+  for (int i = 0; i < 20; ++i) {
+    auto parts = next(20)->Split();
+    // Of the 21 batches of 0.5 s to come it has time for three, then for 11.
+    const auto refused = [&] { return RequestFor(std::chrono::milliseconds(1800)); };
+    EXPECT_EQ(queue.Submit(refused()).code(), StatusCode::kResourceExhausted);
+    parts.resize(10);
+    EXPECT_EQ(queue.Submit(refused()).code(), StatusCode::kResourceExhausted);
+  }
+  EXPECT_EQ(queue.num_running(), 0u);
+  // Batches that have failed at once have not made the server faster.
+  const auto running = next(1);
+  EXPECT_EQ(queue.Submit(RequestFor(std::chrono::milliseconds(300))).code(),
+            StatusCode::kResourceExhausted);
 }
 
 }  // namespace

@@ -186,6 +186,12 @@ class Client {
     stops_ = false;
     return id;
   }
+  // More of such a body.
+  void Continue(int32_t id, std::string_view bytes) {
+    bodies_[id].append(bytes);
+    nghttp2_session_resume_data(session_, id);
+    SendAll();
+  }
   void Cancel(int32_t id) {
     nghttp2_submit_rst_stream(session_, NGHTTP2_FLAG_NONE, id, NGHTTP2_CANCEL);
     SendAll();
