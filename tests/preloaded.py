@@ -30,6 +30,9 @@ _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "GOMP_", "GLIBC_", "MALLOC_", "TORCH", "ATEN_"),
     *("PERSIA_SIMD", "LANG", "LC_", "TZ"),
 )
+# Output is never buffered: the process runs as `python -u`. torch's compiler and scikit-learn set the others when
+# a test imports them.
+_IGNORED = ("PYTHONUNBUFFERED", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 _BEFORE_NAMED = ["-I", "-S", "named_process.py"]
 _PR_SET_CHILD_SUBREAPER = 36
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
@@ -162,6 +165,4 @@ def command_of(words: list[str]) -> list[str] | None:
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
-    # Output is never buffered: the process runs as `python -u`.
-    ignored = "PYTHONUNBUFFERED"
-    return {n: v for n, v in env.items() if n.startswith(_READ_AT_IMPORT) and n != ignored}
+    return {n: v for n, v in env.items() if n.startswith(_READ_AT_IMPORT) and n not in _IGNORED}
