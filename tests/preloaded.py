@@ -30,8 +30,8 @@ _READ_AT_IMPORT = (
     *("PYTHON", "LD_", "OMP_", "OPENBLAS_", "MKL_", "KMP_", "GOMP_", "GLIBC_", "MALLOC_", "TORCH", "ATEN_"),
     *("PERSIA_SIMD", "LANG", "LC_", "TZ"),
 )
-# Output is never buffered: the process runs as `python -u`. torch's compiler and scikit-learn set the others when
-# a test imports them.
+# Output is never buffered: the process runs as `python -u`. torch's compiler and scikit-learn set the others,
+# when a test imports them.
 _IGNORED = ("PYTHONUNBUFFERED", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")
 _BEFORE_NAMED = ["-I", "-S", "named_process.py"]
 _PR_SET_CHILD_SUBREAPER = 36
