@@ -90,7 +90,10 @@ class RayEngine:
         self._ray: Any = ray
         if not ray.is_initialized():
             ray.init(address=address, log_to_driver=False)
-        ray.data.DataContext.get_current().enable_progress_bars = False
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        # There is one operator. Else half of the processors are kept for others, and workers take turns.
+        context.op_resource_reservation_enabled = False
         logging.getLogger("ray.data").setLevel(logging.WARNING)
 
     def __call__(self, tasks: list[str]) -> Iterator[str]:
