@@ -84,8 +84,9 @@ class Preloaded:
         )
         if is_elsewhere or is_special or not close_fds or not restore_signals:
             return False
-        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
-        command = command_of([os.fsdecode(word) for word in words])
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else args
+        words = [os.fsdecode(word) for word in words]
+        command = command_of(words)
         env = {
             os.fsdecode(name): os.fsdecode(value)
             for name, value in (os.environ if env is None else env).items()
@@ -95,7 +96,7 @@ class Preloaded:
             return False
         request = {
             "command": command,
-            "is_named": [*map(os.path.basename, map(os.fsdecode, words[1:4]))] == _BEFORE_NAMED,
+            "is_named": _is_named(words),
             "env": env,
             "folder": folder,
             "session": bool(new_session),
@@ -129,8 +130,9 @@ class Preloaded:
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 0)
         if not answer:
             self._has_failed = True
+            self._connection.close()  # it ends, if it hangs no longer
             print(
-                "tests/preloaded_process.py has ended: processes of tests are started as always",
+                "tests/preloaded_process.py has ended or hangs: processes of tests are started as always",
                 file=sys.stderr,
             )
             return None
@@ -141,6 +143,8 @@ class Preloaded:
         with theirs:
             script = Path(__file__).with_name("preloaded_process.py")
             room = "-" * 8000  # for the command lines of the forks
+            # Importing takes long on a busy machine.
+            ours.settimeout(240)
             self._popen = subprocess.Popen(
                 [sys.executable, "-u", str(script), str(theirs.fileno()), room],
                 env=self._env,
@@ -152,7 +156,7 @@ class Preloaded:
 
 def command_of(words: list[str]) -> list[str] | None:
     """The module or the path of a script, and its arguments. None: it is started as always."""
-    if [*map(os.path.basename, words[1:4])] == _BEFORE_NAMED:
+    if _is_named(words):
         words = words[5:]  # after the path of the program
     if words and os.path.basename(words[0]) == "persia-launcher":
         return ["persia.launcher", *words[1:]]
@@ -162,6 +166,10 @@ def command_of(words: list[str]) -> list[str] | None:
     if len(words) > 1 and words[0] == "-m" and words[1].partition(".")[0] in _PACKAGES:
         return words[1:]
     return words if words and words[0].endswith(".py") else None
+
+
+def _is_named(words: Sequence[str]) -> bool:
+    return [*map(os.path.basename, words[1:4])] == _BEFORE_NAMED
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:

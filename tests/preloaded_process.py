@@ -59,7 +59,7 @@ class _Exec(BaseException):
 def main() -> None:
     """Answers requests until the other end is closed. In a fork, runs what was asked for."""
     for name in _MODULES:
-        with contextlib.suppress(ImportError):  # persia_k8s is not there, or a package of it
+        with contextlib.suppress(ImportError):  # persia_k8s is optional
             importlib.import_module(name)
     # Collections in a fork would write to, and so copy, the memory of all these modules.
     gc.collect()
@@ -69,9 +69,8 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     """Also in a fork that starts processes of this kind itself, such as torchrun."""
-    if (
-        len(os.listdir("/proc/self/task")) > 1
-    ):  # a fork may hang: OMP_NUM_THREADS=1 keeps numpy from having threads
+    # A fork of a process with threads may hang. With OMP_NUM_THREADS=1 numpy has none.
+    if len(os.listdir("/proc/self/task")) > 1:
         return
     # Ctrl-C is for the processes of tests. This one ends with the process that asks.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)

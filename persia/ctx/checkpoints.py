@@ -33,7 +33,7 @@ from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.pipeline.position import DataPosition
-from persia.rows.reader import count_beyond
+from persia.rows.beyond import warn_of_rows_beyond
 from persia.storage import dense
 from persia.storage.dense_slots import DenseMoves, DenseSlots, DenseSlotsOptimizer
 from persia.storage.location import Location
@@ -283,7 +283,7 @@ class CheckpointMethods:
             look_up = partial(backend.lookup_direct, requires_grad=False, slots=slots)
             self._dense_slots.copy_from(known, look_up)
             limits = {name: self._dense_slots.tables[name].cardinality for name in known}
-            self._on_rank_0(partial(_warn_of_rows_beyond, source, limits))
+            self._on_rank_0(partial(warn_of_rows_beyond, source.location, section, limits))
 
     def _begin_rows(self, slots: DenseSlots, firsts: Mapping[str, int]) -> None:
         """Sets rows that a load has no values for: zeros, as servers answer without training."""
@@ -460,34 +460,6 @@ class TrainingCheckpointMethods(CheckpointMethods):
             done_by_rank_0(self.rank, work, self.device)
         else:
             work()
-
-
-def _warn_of_rows_beyond(source: Source, limits: Mapping[str, int]) -> None:
-    """`limits`: the cardinalities of slots that have moved into the dense model."""
-    section = source.manifest.embeddings
-    if section is None or section.in_place or not limits:  # tiers have no files to count in
-        return
-    try:
-        counts, is_estimate = count_beyond(source.location, limits)
-    except PersiaError as failure:  # a warning must not fail a load that has succeeded
-        get_default_logger().warning(
-            "the rows of %s whose IDs are not below the cardinality of slots that move into the dense model "
-            "were not counted: %s",
-            source.location,
-            failure,
-        )
-        return
-    for name, count in counts.items():
-        get_default_logger().warning(
-            "slot %r moves into the dense model without %s%d rows of %s, whose IDs are not below its "
-            "cardinality of %d: they stay on the servers, and batches with such IDs are refused. Raise the "
-            "cardinality above every ID, or choose placement: servers, and load the checkpoint again",
-            name,
-            "about " if is_estimate else "",
-            count,
-            source.location,
-            limits[name],
-        )
 
 
 def _check_finite(states: Iterable[dense.TorchState]) -> None:

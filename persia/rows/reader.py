@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -95,27 +95,6 @@ class RowGroups:
         groups = signs >> self._num_id_bits
         for group in np.unique(groups):
             yield self._names.get(int(group), f"group{group}"), np.flatnonzero(groups == group)
-
-
-def count_beyond(
-    url: Any, limits: Mapping[str, int], max_bytes: int = 256 << 20
-) -> tuple[dict[str, int], bool]:
-    """How many rows of each slot have an ID from its limit on, and whether that is an estimate.
-
-    Of a checkpoint with more than about `max_bytes` of rows, a sample of the virtual shards is read. Slots
-    without such rows, and slots that share a feature group, are left out.
-    """
-    reader = RowReader(url)
-    num_bytes = sum(entry.num_bytes for entry in reader.section.files)
-    num_shards = max(1, min(NUM_VIRTUAL_SHARDS, NUM_VIRTUAL_SHARDS * max_bytes // max(num_bytes, 1)))
-    groups, counts = RowGroups(reader.section.schema), dict.fromkeys(limits, 0)
-    for block in reader.blocks(Span(0, num_shards - 1)):
-        for name, places in groups.split(block.signs):
-            if name in limits:
-                beyond = groups.ids(block.signs[places]) >= np.uint64(limits[name])
-                counts[name] += int(np.count_nonzero(beyond))
-    counts = {name: count * NUM_VIRTUAL_SHARDS // num_shards for name, count in counts.items() if count}
-    return counts, num_shards < NUM_VIRTUAL_SHARDS
 
 
 def snapshot_blocks(part: SnapshotPart) -> memoryview:

@@ -41,7 +41,7 @@ std::string EncodeInferResponse(const Prediction& prediction, std::string_view i
     all.resize(prediction.outputs.size());
     std::iota(all.begin(), all.end(), 0);
   }
-  constexpr size_t kFieldBytes = 128;  // of all but names and values: more than those have
+  constexpr size_t kFieldBytes = 128;  // for all but names and values: enough for any
   std::string message;
   size_t size = prediction.model_name.size() + prediction.version.size() + id.size() + kFieldBytes;
   for (const std::string& mark : prediction.marks) size += mark.size() + kFieldBytes;

@@ -19,7 +19,8 @@ from persia.embedding import EmbeddingConfig
 from persia.embedding.data import IDTypeFeature, Label, PersiaBatch
 from persia.errors import ConfigError, InvalidArgumentError, UnavailableError
 from persia.nn import export
-from persia.rows.reader import RowReader, count_beyond
+from persia.rows.beyond import count_beyond
+from persia.rows.reader import RowReader
 from persia.serving.embeddings import EmbeddedRows
 from persia.serving.exporting import export_to
 from persia.serving.predictor import Predictor
@@ -208,7 +209,7 @@ def test_rows_beyond_the_cardinality_are_counted_when_their_slot_moves(
         ctx.dump_checkpoint(tmp_path)
     if is_sampled:
         few = partial(count_beyond, max_bytes=half_of_the_rows(tmp_path))
-        monkeypatch.setattr("persia.ctx.checkpoints.count_beyond", few)
+        monkeypatch.setattr("persia.rows.beyond.count_beyond", few)
     with training(Tower(), config("sum", "mean")) as ctx:
         ctx.load_checkpoint(tmp_path)
     ((found,),) = [re.findall(r"slot 'sum' moves .*?without (.*?) rows of .*cardinality of 20:", caplog.text)]
@@ -228,7 +229,7 @@ def test_a_failure_to_count_rows_does_not_fail_the_load(
     with training(Tower(), config()) as ctx:
         ctx.set_embedding("sum", np.array([2], np.uint64), np.full((1, DIM), 9.0, np.float32))
         ctx.dump_checkpoint(tmp_path)
-    monkeypatch.setattr("persia.ctx.checkpoints.count_beyond", fails)
+    monkeypatch.setattr("persia.rows.beyond.count_beyond", fails)
     with training(model := Tower(), config("sum")) as ctx:
         ctx.load_checkpoint(tmp_path)
         assert torch.equal(rows_of(model).rows("sum")[2], torch.full((DIM,), 9.0))

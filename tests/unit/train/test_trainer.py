@@ -107,7 +107,7 @@ def test_shuffled_files_have_another_order_in_each_epoch(tmp_path: Path) -> None
 def test_what_training_waits_for_batches_is_measured() -> None:
     before = WAIT_FOR_BATCH.stats.snapshot()[1]
     fit = Job().fit(Trainer(Clicks(8), Clicks(2, first=50)))
-    # At least its first batch is not there yet, and the evaluations have waited as well.
+    # Training waits for its first batch at least; the evaluations have waited, too.
     assert 0 < fit.waited_s < WAIT_FOR_BATCH.stats.snapshot()[1] - before
 
 
