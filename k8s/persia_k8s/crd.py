@@ -11,6 +11,8 @@ from persia_k8s.names import CRD_NAME, GROUP, KIND, MAX_JOB_NAME, PLURAL, VERSIO
 from persia_k8s.schema import structural_schema
 from persia_k8s.status import JobStatus
 
+_HAS_STANDBYS = {"required": ["standbys"], "properties": {"standbys": {"minimum": 1}}}
+
 
 def object_schema() -> dict[str, Any]:
     """The schema of a whole PersiaJob."""
@@ -27,6 +29,7 @@ def object_schema() -> dict[str, Any]:
         {"anyOf": [{"required": ["nnWorker"]}, {"required": ["inference"]}]},
         {"not": {"required": ["nnWorker", "inference"]}},
         {"not": {"required": ["dataloader", "inference"]}},
+        {"not": {"required": ["inference"], "properties": {"embeddingParameterServer": _HAS_STANDBYS}}},
     ]
     return {
         "type": "object",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema
@@ -103,6 +103,15 @@ class RoleSpec(Section):
     pod_template: PodTemplate = {}
     """`metadata` and `spec` of a Kubernetes pod, merged over the operator's (strategic merge) and over the
     fields above. The role's container is the one with its published name; others are sidecars."""
+
+
+class ParameterServerSpec(RoleSpec):
+    """Fields of the parameter servers."""
+
+    standbys: StrictInt = Field(default=0, ge=0, le=1)
+    """Standbys of each server, made of the same fields: a second copy of the rows, in pods of their own. The
+    global config has to say the same (`embedding_parameter_server_config.standbys`). It is fixed when the job
+    starts, and again when a suspended job is resumed."""
 
 
 class NnWorkerSpec(RoleSpec):
@@ -215,7 +224,7 @@ class JobSpec(Section):
     """Encryption of the job's connections."""
     nats: NatsSpec = NatsSpec()
     """The job's broker."""
-    embedding_parameter_server: RoleSpec
+    embedding_parameter_server: ParameterServerSpec
     """The servers that hold the rows."""
     embedding_worker: RoleSpec
     """The servers that prepare embeddings of batches."""
@@ -262,6 +271,11 @@ class Job:
             raise SpecError("spec.nnWorker is missing, or spec.inference: a job trains, or answers requests")
         if job.spec.inference is not None and job.spec.dataloader is not None:
             raise SpecError("spec.dataloader is of no use beside spec.inference: leave it out")
+        if job.spec.inference is not None and Role.STANDBY in job.roles:
+            raise SpecError(
+                "spec.embeddingParameterServer.standbys is 1 beside spec.inference: such servers load their "
+                "rows again from the checkpoint; leave it out"
+            )
         if job.spec.security.tls and not job.has_own_nats and not job.is_inference:
             raise SpecError(
                 "spec.security.tls is true and the job names a broker: the operator makes certificates for "
@@ -285,14 +299,21 @@ class Job:
     @property
     def roles(self) -> dict[Role, RoleSpec]:
         """The roles with a section of their own, in the order in which they start."""
+        servers = self.spec.embedding_parameter_server
         sections = {
-            Role.PARAMETER_SERVER: self.spec.embedding_parameter_server,
+            Role.PARAMETER_SERVER: servers,
+            Role.STANDBY: servers if servers.standbys else None,
             Role.EMBEDDING_WORKER: self.spec.embedding_worker,
             Role.INFERENCE: self.spec.inference,
             Role.DATA_LOADER: self.spec.dataloader,
             Role.NN_WORKER: self.spec.nn_worker,
         }
         return {role: section for role, section in sections.items() if section is not None}
+
+    def with_standbys(self, number: int) -> Job:
+        """This job with so many standbys of each parameter server."""
+        section = self.spec.embedding_parameter_server.model_copy(update={"standbys": number})
+        return replace(self, spec=self.spec.model_copy(update={"embedding_parameter_server": section}))
 
     @property
     def scaled_role(self) -> Role:

@@ -34,6 +34,8 @@ class Role(Enum):
 
     NATS = ("nats", "nats", "nats-server", NATS_PORT)
     PARAMETER_SERVER = ("embeddingParameterServer", "embedding-ps", "emb-server", 8888)
+    # A parameter server and its standby replace each other: either of the two pods may have the rows.
+    STANDBY = ("standby", "standby", "emb-server", 8888)
     EMBEDDING_WORKER = ("embeddingWorker", "embedding-worker", "embedding-worker", 8887)
     NN_WORKER = ("nnWorker", "nn-worker", "nn-worker", 23456)
     INFERENCE = ("inference", "inference", "inference", 8001)  # answers requests with predictions
@@ -54,7 +56,7 @@ class Role(Enum):
     @property
     def is_server(self) -> bool:
         """Servers are StatefulSets, started anew in their place; all others are single pods."""
-        return self in (Role.NATS, Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.INFERENCE)
+        return not (self.is_training or self is Role.ROWS)
 
 
 def object_name(job: str, role: Role) -> str:

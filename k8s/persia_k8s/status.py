@@ -123,6 +123,7 @@ _PROGRESS = {
 _ROLES = {
     Role.NATS: "The broker, where the operator runs it.",
     Role.PARAMETER_SERVER: "Parameter servers.",
+    Role.STANDBY: "Standbys of the parameter servers.",
     Role.EMBEDDING_WORKER: "Embedding workers.",
     Role.NN_WORKER: "NN workers.",
     Role.DATA_LOADER: "Data loaders.",
@@ -160,6 +161,9 @@ class JobStatus:
     suspensions: StrictInt = Field(default=0, description="Suspensions that have ended.")
     tls: StrictBool | None = Field(
         default=None, description="Whether the pods of this start have certificates."
+    )
+    standbys: StrictInt | None = Field(
+        default=None, description="Standbys of each parameter server of this start."
     )
     certificates_until: _Time = Field(default="", description="When the job's certificates expire.")
     checked_generation: StrictInt = Field(

@@ -122,7 +122,8 @@ class ProcessObserver:
             host=socket.gethostname(),
             pid=str(os.getpid()),
         )
-        families.gauge("persia_ready", "1: requests are answered.", self.not_ready() is None)
+        can_do = "1: it can do its part, which is to answer requests, or to stand by."
+        families.gauge("persia_ready", can_do, self.not_ready() is None)
         families.gauge("persia_configured", "1: the optimizer is known.", source.configured())
         families.counter(
             "persia_http_refused_requests",

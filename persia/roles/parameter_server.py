@@ -98,8 +98,13 @@ def _serve_training(
             stack.callback(replica.close)
             pair = Pair(replica, config_hash(section, options.replica_size, schema), section)
             source.standby = pair.status
-            if is_standby and not pair.follow(is_forced=options.standby):
-                return False
+            if is_standby:
+                # Its part is to have the rows: a supervisor must not take it for one that does not start.
+                source.silence = lambda: None if server.has_copy else "it copies the rows of its server"
+                observer.serving = True
+                if not pair.follow(is_forced=options.standby):
+                    return False
+                observer.serving, source.silence = False, elastic.not_ready
             pair.lead(checkpoints)
             stack.callback(pair.close)
         advertiser = stack.enter_context(

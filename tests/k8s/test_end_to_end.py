@@ -272,6 +272,38 @@ def test_embedding_workers_come_and_go_and_no_batch_is_lost(
     assert (retired.exit_code, "given up" in retired.log) == (0, False)
 
 
+def test_parameter_servers_with_standbys_are_killed_and_training_does_not_go_back(
+    namespace: Namespace,
+    run_pods: dict[str, LocalProcess],
+    operator: OperatorProcess,
+    toy: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    config = {"embedding_parameter_server_config": {"standbys": 1, "standby_deadline_sec": 60}}
+    (tmp_path / "toy" / "global.yml").write_text(yaml.safe_dump(config))
+    toy["spec"]["embeddingParameterServer"]["standbys"] = 1
+    toy["spec"]["restartPolicy"] = "OnFailure"
+    namespace.apply(toy)
+    await_batches(namespace, run_pods, 20)
+    # The other one takes over, and the killed one is started again as its standby.
+    has_copy = "has every row and change"
+    names = ("adult-income-embedding-ps-0", "adult-income-standby-0")
+    for killed, other in (names, names[::-1]):
+        namespace.await_(lambda killed=killed: has_copy in run_pods[killed].log, "a standby", TIMEOUT_S)
+        run_pods[killed].kill()
+        namespace.await_(lambda other=other: has_copy in run_pods[other].log, "a new standby", TIMEOUT_S)
+        await_batches(namespace, run_pods, 20)
+    (tmp_path / "toy" / "enough").touch()
+    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+    assert status["restarts"] == 0
+    assert {role: counts["restarts"] for role, counts in status["roles"].items() if counts["restarts"]} == {
+        "embeddingParameterServer": 1,
+        "standby": 1,
+    }
+    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
+    assert report["batch_ids"] == list(range(int((tmp_path / "toy" / "num_sent").read_text())))
+
+
 def resize_parameter_servers(namespace: Namespace, wanted: int) -> None:
     namespace.patch(
         "persiajobs", "adult-income", {"spec": {"embeddingParameterServer": {"replicas": wanted}}}

@@ -356,6 +356,29 @@ def test_a_training_that_has_a_checkpoint_restarts_from_it_when_rows_are_lost() 
     assert conditions_of(plan)["Recovering"] == (False, "Running")
 
 
+@pytest.mark.parametrize("role", ["PARAMETER_SERVER", "STANDBY"])
+@pytest.mark.parametrize(
+    ("other", "is_lost"),
+    [({}, False), ({"is_ready": False}, True), ({"num_restarts": 1}, True)],
+    ids=["has the rows", "may not have all", "restarts too"],
+)
+def test_rows_of_a_server_with_a_standby_are_lost_with_both(
+    role: str, other: dict[str, Any], is_lost: bool
+) -> None:
+    job = make_job(
+        embeddingParameterServer={"replicas": 1, "standbys": 1}, restartPolicy="OnFailure", backoffSeconds=0
+    )
+    running = replace(RUNNING, progress={"lastCheckpoint": "/c/7"})
+    before = one_pass(job, running, everything(job)).status
+    partner = "STANDBY" if role == "PARAMETER_SERVER" else "PARAMETER_SERVER"
+    plan = one_pass(job, before, everything(job, **{role: {"num_restarts": 1}, partner: other}))
+    assert plan.status.phase is (Phase.RESTARTING if is_lost else Phase.RUNNING)
+    assert ("RowsComplete" in conditions_of(plan)) == is_lost
+    (event, *_) = [event.message for event in plan.events if event.reason == "ServerRestarted"]
+    assert ("are lost" in event) == is_lost
+    assert plan.status.roles[Role[role]].restarts == 1
+
+
 def test_a_job_that_lacks_a_pod_is_degraded_and_one_that_has_ended_is_not() -> None:
     job = make_job()
     plan = one_pass(job, RUNNING, everything(job, DATA_LOADER={"is_ready": False}))

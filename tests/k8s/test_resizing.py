@@ -81,6 +81,31 @@ def test_parameter_servers_are_resized_through_a_checkpoint(
     namespace.await_(lambda: "resizeCheckpoint" not in namespace.status("job"), "it is gone")
 
 
+def test_standbys_are_as_many_as_their_servers_and_stay(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    servers = {"replicas": 1, "standbys": 1}
+    namespace.apply(job_manifest(resizeCheckpoint="/rows", embeddingParameterServer=servers))
+    namespace.await_phase("job", "Running")
+    old = namespace.list("pods")
+    assert set(old) == {*PODS, "job-standby-0"}
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"standbys": 0}}})
+    assert "standbys: 0 takes effect in a new job" in namespace.await_event("job", "Deferred")
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 2}}})
+    for pod in ("job-rows-dump", "job-rows-load"):
+        namespace.await_(lambda pod=pod: kubelet.has(pod), f"{pod} runs")
+        kubelet.finish(pod)
+    namespace.await_phase("job", "Running")
+    pods = namespace.list("pods")
+    assert {"job-standby-0", "job-standby-1", "job-embedding-ps-1"} <= set(pods)
+    assert pods["job-standby-0"]["metadata"]["uid"] != old["job-standby-0"]["metadata"]["uid"]
+    namespace.patch("persiajobs", "job", {"spec": {"suspend": True}})
+    namespace.await_(lambda: not namespace.list("pods"), "suspended")
+    namespace.patch("persiajobs", "job", {"spec": {"suspend": False}})
+    namespace.await_phase("job", "Running")
+    assert not any("standby" in pod for pod in namespace.list("pods"))
+
+
 def test_embedding_workers_come_and_go_while_the_training_runs(
     namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
 ) -> None:

@@ -13,6 +13,7 @@ from harness import Namespace, OperatorProcess, job_manifest
 # Ten seconds are promised; a test machine may be busy with other things.
 LIMIT_S = 120
 INFERENCE = {"replicas": 1, "checkpoint": "/c"}
+STANDBYS = {"replicas": 1, "standbys": 1}
 
 
 def role(**template: Any) -> dict[str, Any]:
@@ -49,6 +50,11 @@ REFUSED = [
     ({"inference": INFERENCE}, "spec"),  # trains and answers
     ({"inference": {"replicas": 1}, "nnWorker": None, "dataloader": None}, "spec.inference.checkpoint"),
     ({"volumes": [{"hostPath": {"path": "/"}}]}, "spec.volumes.name"),
+    ({"embeddingParameterServer": STANDBYS | {"standbys": 2}}, "spec.embeddingParameterServer.standbys"),
+    (
+        {"inference": INFERENCE, "nnWorker": None, "dataloader": None, "embeddingParameterServer": STANDBYS},
+        "spec",
+    ),
 ]
 IN_A_CONDITION = [
     ({"nnWorker": role(restartPolicy="Always")}, "spec.nnWorker.podTemplate.spec.restartPolicy"),

@@ -23,12 +23,14 @@ from persia_k8s.builders.manifest import (
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
 
+_SERVER = (
+    "exec persia-launcher embedding-parameter-server --port={port} "
+    '--replica-index="${{POD_NAME##*-}}" --replica-size={replicas}{more}'
+)
 # A pod's number is the end of its name. A label holds it too, but only since Kubernetes 1.28.
 _SERVERS = {
-    Role.PARAMETER_SERVER: (
-        "exec persia-launcher embedding-parameter-server --port={port} "
-        '--replica-index="${{POD_NAME##*-}}" --replica-size={replicas}{more}'
-    ),
+    Role.PARAMETER_SERVER: _SERVER,
+    Role.STANDBY: f"{_SERVER} --standby",
     # Others take the largest number that a worker tells. Each says only that it is there itself, which stays
     # true when workers come and go, also of a container that is started again.
     Role.EMBEDDING_WORKER: (
@@ -79,6 +81,7 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         more_labels={ATTEMPT_LABEL: str(scale.attempt)} if role is Role.EMBEDDING_WORKER else {},
         annotations=metrics_annotations(job) if has_metrics else {},
         terminationGracePeriodSeconds=_grace_s(job, role, spec),
+        **({"affinity": _apart(job)} if role is Role.STANDBY and not spec.affinity else {}),
     )
     set_spec = {
         "replicas": scale.replicas[role],
@@ -90,6 +93,16 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         "template": template,
     }
     return make_manifest("StatefulSet", job, role, set_spec, object_name(job.name, role))
+
+
+def _apart(job: Job) -> Manifest:
+    """Not on a node of a parameter server, if another one has room: a node takes its pods along."""
+    term = {
+        "labelSelector": {"matchLabels": labels(job, Role.PARAMETER_SERVER)},
+        "topologyKey": "kubernetes.io/hostname",
+    }
+    preferred = [{"weight": 100, "podAffinityTerm": term}]
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
 def _command(job: Job, role: Role, scale: Scale) -> list[str]:
@@ -150,7 +163,7 @@ def _probe(job: Job, role: Role, path: str, failures: int) -> dict[str, Any]:
 
 
 def services(job: Job) -> list[Manifest]:
-    is_reached = {Role.PARAMETER_SERVER, Role.EMBEDDING_WORKER, Role.NN_WORKER, Role.INFERENCE}
+    is_reached = {Role.PARAMETER_SERVER, Role.STANDBY, Role.EMBEDDING_WORKER, Role.NN_WORKER, Role.INFERENCE}
     roles = [role for role in job.roles if role in is_reached]
     return [_service(job, role) for role in ([Role.NATS, *roles] if job.has_own_nats else roles)]
 

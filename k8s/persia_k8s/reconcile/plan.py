@@ -56,9 +56,13 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """The inputs of a pass, and the plan that it fills."""
+    """The inputs of a pass, and the plan that it fills.
+
+    `job` has the standbys with which it has started, and `wanted_standbys` is what the spec says now.
+    """
 
     job: Job
+    wanted_standbys: int
     before: JobStatus
     observed: Observation
     images: Images

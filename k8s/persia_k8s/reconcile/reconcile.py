@@ -55,13 +55,23 @@ def take_refusals(
 def _look(
     job: Job, before: JobStatus, observed: Observation, images: Images, now: datetime, *, has_training: bool
 ) -> Situation:
+    wanted_standbys = job.spec.embedding_parameter_server.standbys
+    if before.standbys is not None:
+        job = job.with_standbys(before.standbys)
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
     scale = Scale(
         replicas=replicas, attempt=before.attempt, suspensions=before.suspensions, tls=uses_tls(job, before)
     )
     plan = Plan(status=before)
     return Situation(
-        job=job, before=before, observed=observed, images=images, now=now, scale=scale, plan=plan
+        job=job,
+        wanted_standbys=wanted_standbys,
+        before=before,
+        observed=observed,
+        images=images,
+        now=now,
+        scale=scale,
+        plan=plan,
     )
 
 

@@ -37,6 +37,8 @@ def accepted_replicas(
     # resize.
     if before.resize is not None and before.resize.stage in (Stage.REPLACING, Stage.LOADING):
         accepted[Role.PARAMETER_SERVER] = before.resize.replicas
+    if Role.STANDBY in accepted:
+        accepted[Role.STANDBY] = accepted[Role.PARAMETER_SERVER]
     if has_training and not is_still:
         accepted |= {role: wanted[role] for role in wanted if role is Role.INFERENCE}
         role = Role.EMBEDDING_WORKER

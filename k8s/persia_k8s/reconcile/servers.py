@@ -36,6 +36,10 @@ _TLS_FIXED = (
     "security.tls: {wanted} takes effect in a new job, or when this one is suspended and resumed: processes "
     "with certificates refuse those without"
 )
+_STANDBYS_FIXED = (
+    "embeddingParameterServer.standbys: {wanted} takes effect in a new job, or when this one is suspended "
+    "and resumed: the processes of a job learn at their start whether servers have standbys"
+)
 
 _GONE = "gone"
 
@@ -48,6 +52,7 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     """
     plan, scale = situation.plan, situation.scale
     certificates.provide(situation)
+    situation.update(standbys=situation.job.spec.embedding_parameter_server.standbys)
     for manifest in [*network_policies(situation.job), *services(situation.job)]:
         _apply_if_different(situation, manifest)
     _apply_gangs(situation)
@@ -96,13 +101,15 @@ def _may_change(
 
 def replace_parameter_servers(situation: Situation) -> str:
     """Ends the old ones and starts as many as the scale says. Returns what is lacking, "" for nothing."""
-    role = Role.PARAMETER_SERVER
     _apply_gangs(situation)
-    manifest = stateful_set(situation.job, role, situation.scale, situation.images)
-    _apply_if_different(situation, manifest)
-    current, stale = _split_stale(situation.observed.of_role(role), manifest)
-    situation.plan.delete_pods += stale
-    return _lacking(role, situation.scale.replicas[role], current)
+    lacking = []
+    for role in (role for role in (Role.PARAMETER_SERVER, Role.STANDBY) if role in situation.scale.replicas):
+        manifest = stateful_set(situation.job, role, situation.scale, situation.images)
+        _apply_if_different(situation, manifest)
+        current, stale = _split_stale(situation.observed.of_role(role), manifest)
+        situation.plan.delete_pods += stale
+        lacking.append(_lacking(role, situation.scale.replicas[role], current))
+    return "; ".join(filter(None, lacking))
 
 
 def _apply_gangs(situation: Situation) -> None:
@@ -154,7 +161,9 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
     is_refused = False
     for role, wanted in job.replicas.items():
         has = scale.replicas[role]
-        if has != wanted and not (role is Role.EMBEDDING_WORKER and resize.is_going_on(situation)):
+        # Standbys are as many as servers, whose line says the same.
+        is_told = role is Role.STANDBY or (role is Role.EMBEDDING_WORKER and resize.is_going_on(situation))
+        if has != wanted and not is_told:
             text = _RESIZE_DEFERRED
             if role is Role.PARAMETER_SERVER:
                 if situation.before.is_dumping:
@@ -173,6 +182,8 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
             messages.append(f"{role.field}: the changed pod takes effect in a new job only")
     if job.spec.security.tls != scale.tls:
         messages.append(_TLS_FIXED.format(wanted=str(job.spec.security.tls).lower()))
+    if situation.wanted_standbys != job.spec.embedding_parameter_server.standbys:
+        messages.append(_STANDBYS_FIXED.format(wanted=situation.wanted_standbys))
     reason = "ResizeRefused" if is_refused else "Deferred"
     if not messages:
         situation.set_condition("SpecApplied", True, "AsSpecified")
@@ -185,14 +196,12 @@ def _report_restarts(situation: Situation) -> None:
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
     seen = {pod.name: _incarnation(pod) for pod in pods}
     known = situation.before.servers
-    anew = [pod for pod in pods if _new_restarts(situation, pod)]
     if situation.before.is_training:
-        for pod in anew:
-            has_lost = pod.role is Role.PARAMETER_SERVER and not situation.job.is_inference
-            lost = ": the rows that it held are lost" if has_lost else ""
+        lossy = lost_rows(situation)
+        for pod in (pod for pod in pods if _new_restarts(situation, pod)):
+            lost = ": the rows that it held are lost" if pod.name in lossy else ""
             situation.event("ServerRestarted", f"{pod.name} was started anew{lost}", is_warning=True)
-        lossy = [pod.name for pod in anew if pod.role is Role.PARAMETER_SERVER]
-        if lossy and not situation.job.is_inference:
+        if lossy:
             health.report_lost_rows(situation, ", ".join(lossy))
     expected = {
         pod_name(situation.job.name, role, index)
@@ -210,6 +219,23 @@ def _report_restarts(situation: Situation) -> None:
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
         )
         finish.fail(situation, "ServerFailed", text)
+
+
+def lost_rows(situation: Situation) -> list[str]:
+    """Pods that were started anew since the last pass, and whose rows no other pod has."""
+    if situation.job.is_inference:
+        return []
+    by_name = {pod.name: pod for pod in situation.observed.pods}
+    pair = [role for role in (Role.PARAMETER_SERVER, Role.STANDBY) if role in situation.scale.replicas]
+    lost = []
+    for index in range(situation.scale.replicas[Role.PARAMETER_SERVER]):
+        names = [pod_name(situation.job.name, role, index) for role in pair]
+        pods = [by_name[name] for name in names if name in by_name]
+        anew = [pod for pod in pods if _new_restarts(situation, pod)]
+        # Either of the two may have been the server; one that is not ready may not have had all rows.
+        if anew and not any(pod.is_ready and pod not in anew for pod in pods):
+            lost += [pod.name for pod in anew]
+    return lost
 
 
 def num_new_restarts(situation: Situation, role: Role) -> int:

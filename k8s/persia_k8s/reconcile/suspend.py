@@ -19,6 +19,7 @@ def suspend(situation: Situation) -> None:
             # A merge patch removes no key. New pods of these names are no restarts.
             servers=dict.fromkeys(situation.before.servers, "gone"),
             tls=None,
+            standbys=None,
             certificates_until="",  # a resumed job gets new ones, also if a Secret was lost
         )
         situation.event("Suspended", "all pods end; set spec.suspend to false to start the job again")

@@ -101,7 +101,7 @@ def _resumes_after_lost_rows(situation: Situation) -> bool:
     spec, before = situation.job.spec, situation.before
     checkpoint = before.progress.get("lastCheckpoint")
     may_restart = spec.restart_policy != "Never" and before.restarts < spec.backoff_limit
-    has_lost = before.is_training and servers.num_new_restarts(situation, Role.PARAMETER_SERVER) > 0
+    has_lost = before.is_training and bool(servers.lost_rows(situation))
     if not (has_lost and may_restart and checkpoint) or has_succeeded(situation):
         return False
     _begin_restart(situation, f"a parameter server has lost its rows; {checkpoint} has them")
