@@ -24,6 +24,10 @@ from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORK
 _TASK, _ADDRESS, _PORT = "%SLURM_TASK%", "%MASTER_ADDR%", "%MASTER_PORT%"
 _VARIABLES = {_TASK: "$SLURM_PROCID", _ADDRESS: "$MASTER_ADDR", _PORT: "$MASTER_PORT"}
 
+_STANDBYS = "standbys"
+# Of each parameter server and standby: more are a server that cannot run.
+_RESTARTS = 20
+
 _START = """\
 set -e
 {setup}
@@ -127,7 +131,9 @@ def command(output: Path | None, **given: Any) -> None:
     \b
     The script is a heterogeneous job with a component for each role: parameter servers, embedding workers,
     data loaders, and ranks. The broker runs on the first node. All nodes share the working directory. The
-    job ends with the exit code of the training script, or when another process fails.
+    job ends with the exit code of the training script, or when another process fails. Parameter servers
+    with standbys are a fifth component, and are started again instead; the options of parameter servers are
+    those of standbys, too.
     """
     job = SlurmJob(**given)
     job.check()
@@ -153,6 +159,10 @@ def sbatch_script(job: SlurmJob) -> str:
         specs.server(EMBEDDING_PARAMETER_SERVER, _TASK, job.parameter_servers),
         specs.server(EMBEDDING_WORKER, _TASK, job.embedding_workers),
     ]
+    if job.has_standbys:
+        counts[_STANDBYS] = job.parameter_servers
+        commands.append(specs.server(EMBEDDING_PARAMETER_SERVER, _TASK, job.parameter_servers, standby=True))
+    is_paired = {"parameter-servers", _STANDBYS} if job.has_standbys else set()
     if job.data_loader is not None:
         counts["data-loaders"] = job.data_loaders
         commands.append(specs.data_loader(job.data_loader, job.loader_args, _TASK, job.data_loaders, {}))
@@ -168,11 +178,11 @@ def sbatch_script(job: SlurmJob) -> str:
         ranks=list(counts).index("ranks"),
     )
     steps = [
-        _step(group, role, spec.command, spec.env)
+        _step(group, role, spec.command, spec.env, is_restarted=role in is_paired)
         for group, (role, spec) in enumerate(zip(counts, commands, strict=True))
     ]
     if job.data_loader is None:
-        steps.insert(2, "loaders=\n")
+        steps.insert(-1, "loaders=\n")
     return _header(job, counts) + start + "".join(steps) + _END
 
 
@@ -189,7 +199,8 @@ def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
         if role == "ranks":
             lines.append(f"#SBATCH --nodes={count} --ntasks-per-node=1")
         # sbatch hands the options of one component to no other.
-        own = [word for name, words in job.sbatch_for if name == role for word in words]
+        described = "parameter-servers" if role == _STANDBYS else role
+        own = [word for name, words in job.sbatch_for if name == described for word in words]
         for word in (*job.sbatch, *own):
             if "\n" in word or not word.startswith("-"):
                 raise InvalidArgumentError(
@@ -199,9 +210,14 @@ def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
     return "\n".join(lines) + "\n\n"
 
 
-def _step(group: int, role: str, command: Sequence[str], env: Mapping[str, str]) -> str:
+def _step(
+    group: int, role: str, command: Sequence[str], env: Mapping[str, str], *, is_restarted: bool
+) -> str:
     """Starts the processes of a component in the background, and keeps the process ID of their `srun`."""
     words = f"exec {shlex.join(command)}"
+    if is_restarted:
+        # One that was killed becomes the standby of the process that has replaced it.
+        words = f"for i in {{0..{_RESTARTS}}}; do {shlex.join(command)} && exit; sleep 1; done; exit 1"
     for word, variable in _VARIABLES.items():
         words = words.replace(word, variable)
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in env.items())

@@ -5,12 +5,15 @@ Needs Debian's packages slurmctld, slurmd and slurm-client, and root: SLURM's no
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -135,6 +138,45 @@ def test_a_whole_job_trains(slurm, tmp_path):
     reports = [json.loads((tmp_path / f"report.rank{rank}.json").read_text()) for rank in (0, 1)]
     assert sorted(reports[0]["batch_ids"] + reports[1]["batch_ids"]) == list(range(12))
     assert not list(tmp_path.glob(".persia-secret-*"))
+
+
+def _servers(folder: Path) -> list[int]:
+    """Process IDs of parameter servers of the job in `folder`, standbys not."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # has ended
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            is_server = b"embedding-parameter-server" in words and b"--standby" not in words
+            if is_server and Path(os.readlink(path / "cwd")) == folder:
+                found.append(int(path.name))
+    return found
+
+
+def test_a_killed_server_with_a_standby_ends_nothing(slurm, tmp_path):
+    dump_yaml({"embedding_parameter_server_config": {"standbys": 1}}, str(tmp_path / "global.yml"))
+    loader = ("--data-loader", str(JOBS / "loader.py"), "--loader-args", "--batches 200")
+    options = ("--global-config", "global.yml", *loader)
+    _write(slurm, tmp_path, str(JOBS / "train.py"), *options, "--", "--output", "report", "--pace", "0.05")
+    output, killed = tmp_path / "output.txt", threading.Event()
+
+    def kill() -> None:
+        for _ in Attempts(DEADLINE_S):
+            text = output.read_text() if output.exists() else ""
+            if "has every row and change" in text and "batch 20\n" in text:
+                (server,) = _servers(tmp_path)
+                os.kill(server, signal.SIGKILL)
+                killed.set()
+                return
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ended, printed = _run_to_end(slurm, tmp_path)
+    killer.join()
+    assert ended == "COMPLETED 0:0", printed
+    assert killed.is_set()
+    assert "its standby takes over" in printed
+    report = json.loads((tmp_path / "report.rank0.json").read_text())
+    assert report["batch_ids"] == list(range(200))
 
 
 def test_the_exit_code_is_that_of_the_training(slurm, tmp_path):

@@ -53,6 +53,20 @@ def test_scripts(folder):
     assert "\n".join(changes) + "\n" == (GOLDEN / "slurm_large.diff").read_text()
 
 
+def test_servers_with_standbys_are_started_again(folder):
+    Path("global.yml").write_text("embedding_parameter_server_config: {standbys: 1}\n")
+    options = ["--global-config", "global.yml", "--parameter-servers", "2"]
+    script = written(*JOBS["small"], *options, "--sbatch-for", "parameter-servers", "--mem=8G")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert script.count("#SBATCH --ntasks=2\n#SBATCH --mem=8G\n") == 2
+    steps = [line for line in script.splitlines() if line.startswith("    bash -c")]
+    assert [("&& exit; sleep 1" in step, "--standby" in step) for step in steps] == [
+        *((True, False), (False, False), (True, True), (False, False))
+    ]
+    assert "srun --het-group=3 " in script  # the ranks
+    assert 'NODELIST_HET_GROUP_3"' in script
+
+
 def test_it_is_written_to_a_file(folder):
     assert written(*JOBS["small"], "--output", "job.sh") == ""
     assert (folder / "job.sh").read_text() == written(*JOBS["small"])
