@@ -12,6 +12,7 @@ from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load
 from persia.errors import ConfigError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+from persia.observability.process import ProcessObserver
 from persia.observability.sources import ParameterServerSource
 from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.follower import Follower
@@ -98,13 +99,8 @@ def _serve_training(
             stack.callback(replica.close)
             pair = Pair(replica, config_hash(section, options.replica_size, schema), section)
             source.standby = pair.status
-            if is_standby:
-                # Its part is to have the rows: a supervisor must not take it for one that does not start.
-                source.silence = lambda: None if server.has_copy else "it copies the rows of its server"
-                observer.serving = True
-                if not pair.follow(is_forced=options.standby):
-                    return False
-                observer.serving, source.silence = False, elastic.not_ready
+            if is_standby and not _follow(pair, source, observer, is_forced=options.standby):
+                return False
             pair.lead(checkpoints)
             stack.callback(pair.close)
         advertiser = stack.enter_context(
@@ -129,6 +125,16 @@ def _serve_training(
         elastic.start(advertiser, checkpoints)
         wait_for_stop()
     return True
+
+
+def _follow(pair: Pair, source: ParameterServerSource, observer: ProcessObserver, *, is_forced: bool) -> bool:
+    """As `Pair.follow`. A standby is ready once it has the rows: a supervisor waits for that."""
+    before, server = source.silence, source.server
+    source.silence = lambda: None if server.has_copy else "it copies the rows of its server"
+    observer.serving = True
+    has_taken_over = pair.follow(is_forced=is_forced)
+    observer.serving, source.silence = False, before
+    return has_taken_over
 
 
 def _has_recovered(server: ParameterServer, tier: ServerTier | None) -> bool:
