@@ -26,6 +26,7 @@ _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # a lookup names slots by the bits of their modes
 DENSE_MODE = "dense"  # the mode of slots in the dense model: workers look them up only to move their rows
 MAX_DENSE_ROWS = 1 << 24  # of a slot in the dense model
+MAX_ARRAY_ROWS = 1 << 31  # of all slots with an array
 # Settings of rows on servers, which slots in the dense model cannot have.
 _SERVER_SETTINGS = (
     *("optimizer", "admit_probability", "admit_after", "weight_bound"),
@@ -91,7 +92,9 @@ class SlotConfig(Section):
     embedding_staleness: Positive32 | None = None  # batches in flight, of "hybrid"
     # "dense": the rows are parameters of the dense model; None: by `dense_placement_threshold`.
     placement: Literal["dense", "servers"] | None = None
-    cardinality: Positive | None = None  # IDs of a slot in the dense model are below it
+    cardinality: Positive | None = None  # IDs of a slot in the dense model, or with an array, are below it
+    # "array": an embedded store keeps the rows in the order of their IDs and needs no hash index.
+    index: Literal["hash", "array"] | None = None
     index_prefix: Annotated[int, BeforeValidator(_check_prefix)] = 0
     optimizer: _OwnSettings = None
     initializer: _OwnSettings = None
@@ -107,6 +110,29 @@ class SlotConfig(Section):
         self._check_consistency()
         self._check_rows()
         self._check_placement()
+        self._check_index()
+
+    def _check_index(self) -> None:
+        if self.index != "array":
+            return
+        if self.cardinality is None:
+            raise ConfigError("index='array' needs cardinality: the number of rows, above every ID")
+        if self.cardinality > MAX_ARRAY_ROWS:
+            raise ConfigError(
+                f"index='array' with a cardinality of {self.cardinality} is more than the {MAX_ARRAY_ROWS} "
+                "rows that an array can have: leave index out"
+            )
+        for excluded, reason in (
+            (self.hash_stack is not None, "hash_stack_config, which is for IDs without a bound"),
+            (self.placement == "dense", "placement='dense', as the rows are then not in a store"),
+        ):
+            if excluded:
+                raise ConfigError(f"index='array' excludes {reason}: leave one of them out")
+
+    @property
+    def num_array_ids(self) -> int:
+        """The IDs of a slot with an array; 0: it has none."""
+        return (self.cardinality or 0) if self.index == "array" else 0
 
     def _check_placement(self) -> None:
         if self.placement != "dense":
@@ -282,6 +308,7 @@ class SlotsConfig(Section):
                 # Numbers begin with 1, as a prefix of 0 is no group; the engine counts its groups from 0.
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
+                num_array_ids=slot.num_array_ids,
                 rows=slot.rows or None,
             )
             for name, slot in self.slots_config.items()
@@ -330,6 +357,7 @@ class SlotsConfig(Section):
             (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
             ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
             ("consistency or embedding_staleness", one.mode != other.mode),
+            (f"arrays ({one.num_array_ids} and {other.num_array_ids} IDs)", one.num_array_ids != other.num_array_ids),
             ("placement", first != slot and "dense" in (one.placement, other.placement)),
         ):
             if differs:
