@@ -122,12 +122,11 @@ class SlotConfig(Section):
                 f"index='array' with a cardinality of {self.cardinality} is more than the {MAX_ARRAY_ROWS} "
                 "rows that an array can have: leave index out"
             )
-        for excluded, reason in (
-            (self.hash_stack is not None, "hash_stack_config, which is for IDs without a bound"),
-            (self.placement == "dense", "placement='dense', as the rows are then not in a store"),
-        ):
-            if excluded:
-                raise ConfigError(f"index='array' excludes {reason}: leave one of them out")
+        if self.hash_stack is not None:
+            raise ConfigError(
+                "index='array' excludes hash_stack_config, which is for IDs without a bound: leave one of "
+                "them out"
+            )
 
     @property
     def num_array_ids(self) -> int:
@@ -154,6 +153,8 @@ class SlotConfig(Section):
             return "embedding_summation=false, as only pooled slots can be placed there"
         if self.hash_stack is not None:
             return "hash_stack_config, which is for IDs without a bound"
+        if self.index == "array":
+            return "index='array', as its rows are not in a store"
         if self.mode:
             return f"consistency {self.mode!r}, as the dense model is always synchronous"
         name = next((name for name in _SERVER_SETTINGS if getattr(self, name) is not None), None)
@@ -357,7 +358,10 @@ class SlotsConfig(Section):
             (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
             ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
             ("consistency or embedding_staleness", one.mode != other.mode),
-            (f"arrays ({one.num_array_ids} and {other.num_array_ids} IDs)", one.num_array_ids != other.num_array_ids),
+            (
+                f"arrays ({one.num_array_ids} and {other.num_array_ids} IDs)",
+                one.num_array_ids != other.num_array_ids,
+            ),
             ("placement", first != slot and "dense" in (one.placement, other.placement)),
         ):
             if differs:

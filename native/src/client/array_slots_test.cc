@@ -219,8 +219,8 @@ TEST(ArraySlotsTest, LoadedRowsAreFound) {
   const std::vector<uint32_t> ages = {0, 5};
   {
     const auto load = Must(store::StoreLoad::Begin(bags->embedding_store()));
-    const Status status = load->Add(
-        {.dim = 16, .signs = signs, .ages = ages, .embeddings = rows.data()});
+    const Status status =
+        load->Add({.dim = 16, .signs = signs, .ages = ages, .embeddings = rows.data()});
     ASSERT_TRUE(status.ok()) << status.ToString();
   }
   std::vector<SlotIds> batch(6, {{}});

@@ -192,8 +192,8 @@ void ShardSet::ForgetSlabs() {
 StoreStats ShardSet::Stats() const {
   StoreStats stats;
   for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
-  stats.memory_bytes += slab_memory_.unused_bytes() + cold_memory_.unused_bytes() +
-                        arrays_.memory_bytes();
+  stats.memory_bytes +=
+      slab_memory_.unused_bytes() + cold_memory_.unused_bytes() + arrays_.memory_bytes();
   return stats;
 }
 

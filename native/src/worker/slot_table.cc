@@ -40,8 +40,8 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
                      "embedding_summation, or average them in the model");
   }
   if (slot.num_array_ids > kMaxArrayIds) {
-    return SlotError(slot, "cardinality is ", slot.num_array_ids, ", and index: array takes at most ",
-                     kMaxArrayIds, ": leave index out");
+    return SlotError(slot, "cardinality is ", slot.num_array_ids,
+                     ", and index: array takes at most ", kMaxArrayIds, ": leave index out");
   }
   if (slot.hash_stack_rounds == 0) return Status::Ok();
   if (slot.num_array_ids != 0) {
