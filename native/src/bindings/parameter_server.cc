@@ -34,18 +34,17 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                                             std::chrono::milliseconds standby_deadline,
                                             bool is_standby, uint32_t num_sources) {
   const store::RowDtype dtype = ValueOrRaise(store::RowDtypeOf(row_dtype));
-  const ParameterServer::Options options{
-      .replica_index = replica_index,
-      .replica_size = replica_size,
-      .store = {.capacity = capacity,
-                .num_internal_shards = num_internal_shards,
-                .row_dtype = dtype},
-      .tier = tier,
-      .rpc = {.num_handler_threads = num_handler_threads},
-      .read_only = read_only,
-      .standby_deadline = standby_deadline,
-      .is_standby = is_standby,
-      .num_sources = num_sources};
+  const ParameterServer::Options options{.replica_index = replica_index,
+                                         .replica_size = replica_size,
+                                         .store = {.capacity = capacity,
+                                                   .num_internal_shards = num_internal_shards,
+                                                   .row_dtype = dtype},
+                                         .tier = tier,
+                                         .rpc = {.num_handler_threads = num_handler_threads},
+                                         .read_only = read_only,
+                                         .standby_deadline = standby_deadline,
+                                         .is_standby = is_standby,
+                                         .num_sources = num_sources};
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
 }
 

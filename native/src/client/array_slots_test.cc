@@ -20,7 +20,7 @@ namespace {
 constexpr uint64_t kNumIds = 200'000;  // four slabs of cells, the last one not whole
 
 // Of single IDs and bags, alone and in a shared group, beside a slot that is no array.
-std::vector<SlotConfig> ArraySlots(uint64_t num_array_ids) {
+std::vector<SlotConfig> ArraySlots(uint64_t num_array_ids, const SlotRowConfig& rows = {}) {
   std::vector<SlotConfig> slots = {
       {.name = "shared_a", .dim = 16, .group = 3},
       {.name = "hashed", .dim = 16, .group = 0},
@@ -29,7 +29,10 @@ std::vector<SlotConfig> ArraySlots(uint64_t num_array_ids) {
       {.name = "d3", .dim = 3, .group = 2},
       {.name = "d64", .dim = 64, .group = 4},
   };
-  for (SlotConfig& slot : slots) slot.num_array_ids = slot.group == 0 ? 0 : num_array_ids;
+  for (SlotConfig& slot : slots) {
+    slot.num_array_ids = slot.group == 0 ? 0 : num_array_ids;
+    slot.rows = rows;
+  }
   return slots;
 }
 
@@ -84,10 +87,10 @@ std::unique_ptr<store::StoreSnapshot> Begin(EmbeddingBags& bags) {
 struct Pair {
   std::unique_ptr<EmbeddingBags> hash, array;
 
-  Pair(EmbeddingBagsOptions options, const TrainConfig& config) {
-    options.slots = ArraySlots(0);
+  Pair(EmbeddingBagsOptions options, const TrainConfig& config, const SlotRowConfig& rows = {}) {
+    options.slots = ArraySlots(0, rows);
     hash = Make(options, config);
-    options.slots = ArraySlots(kNumIds);
+    options.slots = ArraySlots(kNumIds, rows);
     array = Make(options, config);
   }
 
@@ -144,6 +147,10 @@ TEST(ArraySlotsTest, TheSameRowsAreEvicted) {
   std::mt19937 rng(7);
   for (int step = 0; step < 100; ++step) ASSERT_NO_FATAL_FAILURE(pair.Train(rng));
   EXPECT_GT(pair.array->stats().lookups.num_evicted, 500u);
+  Pair limited(Options({}, 2, 1'000'000, 1), Sgd(), {.capacity = 70});
+  for (int step = 0; step < 100; ++step) ASSERT_NO_FATAL_FAILURE(limited.Train(rng));
+  ASSERT_NO_FATAL_FAILURE(limited.ExpectEqual());
+  EXPECT_GT(limited.array->stats().lookups.num_evicted, 500u);
 }
 
 TEST(ArraySlotsTest, TheSameSignsAreAdmitted) {
