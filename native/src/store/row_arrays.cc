@@ -61,7 +61,8 @@ Status RowArrays::Build(std::span<const RowArraySpec> specs, const RowPolicies& 
                              " IDs together; lower a cardinality, or leave index out of a slot");
     }
     RowArray& array = arrays_.emplace_back(spec, shape, first_cell);
-    if (!array.has_memory()) {
+    const bool has_scalars = !shape.has_scalar || array.scalar(0) != nullptr;
+    if (!array.has_memory() || !has_scalars) {
       arrays_.clear();
       by_slab_.clear();
       return ResourceExhausted("no memory for an array of ", spec.num_ids, " rows of dim ",

@@ -52,14 +52,12 @@ class RowArray {
   };
   static constexpr uint32_t kHasRow = 1u << 31;
 
-  // Is empty, and takes no memory, until rows are inserted.
+  // Is empty, and takes no memory, until rows are inserted. data() is null: no memory.
   RowArray(const RowArraySpec& spec, const RowShape& shape, uint32_t first_cell);
 
   const RowArraySpec& spec() const { return spec_; }
   const RowShape& shape() const { return shape_; }
-  bool has_memory() const {
-    return values_.data() != nullptr && scalars_.data() != nullptr && places_.data() != nullptr;
-  }
+  bool has_memory() const { return values_.data() != nullptr && places_.data() != nullptr; }
   uint32_t num_slabs() const {
     return static_cast<uint32_t>((spec_.num_ids + kSlabCells - 1) / kSlabCells);
   }

@@ -325,6 +325,7 @@ class TestNativeSlots:
             "mean_scaling": False,
             "sample_fixed_size": 3,
             "mode": 0,
+            "num_array_ids": 0,
         }
         second_group = {"index_prefix": 3 << 52, "group": 2}
         assert mean == {"name": "mean", "dim": 8, **pooled, "mean_scaling": True, **second_group, **no_stack}
