@@ -164,10 +164,10 @@ def _other_work() -> Iterable[Comparison]:
     yield _versus("mlp", "fbgemm", "mlp", "adagrad", 16, 1.1, unit="samples/s")
     for peer in ("torch-tables", "torch-fused", "torchrec", "tfra"):
         yield _versus("mlp", peer, "mlp", "adagrad", 16, unit="samples/s")
-    for batch_size, floor in ((64, 2.0), (512, 2.0), (4096, None), (16384, None)):
+    for batch_size, least in ((64, 2.0), (512, 2.0), (4096, None), (16384, None)):
         workload = Workload(batch_size=batch_size, num_batches=32 * 4096 // batch_size)
         yield _versus(
-            "batch-size/adagrad", "fbgemm", "train", "adagrad", 16, floor, workload=workload, x=batch_size
+            "batch-size/adagrad", "fbgemm", "train", "adagrad", 16, least, workload=workload, x=batch_size
         )
 
 
