@@ -147,7 +147,9 @@ TEST(ArraySlotsTest, TheSameRowsAreEvicted) {
   std::mt19937 rng(7);
   for (int step = 0; step < 100; ++step) ASSERT_NO_FATAL_FAILURE(pair.Train(rng));
   EXPECT_GT(pair.array->stats().lookups.num_evicted, 500u);
-  Pair limited(Options({}, 2, 1'000'000, 1), Sgd(), {.capacity = 70});
+  SlotRowConfig rows;
+  rows.capacity = 70;
+  Pair limited(Options({}, 2, 1'000'000, 1), Sgd(), rows);
   for (int step = 0; step < 100; ++step) ASSERT_NO_FATAL_FAILURE(limited.Train(rng));
   ASSERT_NO_FATAL_FAILURE(limited.ExpectEqual());
   EXPECT_GT(limited.array->stats().lookups.num_evicted, 500u);
