@@ -109,9 +109,10 @@ def _versus(
     workload: Workload | None = None,
     unit: Literal["IDs/s", "samples/s"] = "IDs/s",
     x: float | None = None,
+    system: str = "persia",
 ) -> Comparison:
     workload = workload or Workload()
-    ours = Case("persia", work, optimizer, dim, workload, _table_rows(workload, dim))
+    ours = Case(system, work, optimizer, dim, workload, _table_rows(workload, dim))
     return Comparison(
         name=f"{name}/{peer}/{dim if x is None else x:g}",
         ours=ours,
@@ -163,9 +164,40 @@ def _other_work() -> Iterable[Comparison]:
     yield _versus("mlp", "fbgemm", "mlp", "adagrad", 16, 1.1, unit="samples/s")
     for peer in ("torch-tables", "torch-fused", "torchrec", "tfra"):
         yield _versus("mlp", peer, "mlp", "adagrad", 16, unit="samples/s")
-    for batch_size in (512, 4096, 16384):
+    for batch_size, least in ((64, 2.0), (512, 2.0), (4096, None), (16384, None)):
         workload = Workload(batch_size=batch_size, num_batches=32 * 4096 // batch_size)
-        yield _versus("batch-size/adagrad", "fbgemm", "train", "adagrad", 16, workload=workload, x=batch_size)
+        yield _versus(
+            "batch-size/adagrad", "fbgemm", "train", "adagrad", 16, least, workload=workload, x=batch_size
+        )
+
+
+def _by_id() -> Iterable[Comparison]:
+    """Slots with `index: array`: both sides have the same rows at the same places."""
+    multi_hot = (("array", Workload()), ("array-multi-hot", _MULTI_HOT))
+    for name, workload in multi_hot:
+        for dim in (16, 64):
+            for optimizer in ("adagrad", "rowwise_adagrad"):
+                yield _versus(
+                    f"{name}/{optimizer}", "fbgemm", "train", optimizer, dim, 1.1,
+                    workload=workload, system="persia-arrays",
+                )  # fmt: skip
+            yield _versus(
+                f"{name}/lookup", "fbgemm", "lookup", "adagrad", dim, 0.95,
+                workload=workload, system="persia-arrays",
+            )  # fmt: skip
+
+
+def _small() -> Iterable[Comparison]:
+    """Small batches and narrow rows."""
+    for batch_size in (64, 512):
+        workload = Workload(batch_size=batch_size, num_batches=32 * 4096 // batch_size)
+        yield _versus(
+            "batch-size/lookup", "fbgemm", "lookup", "adagrad", 16, 1.0, workload=workload, x=batch_size
+        )
+    for dim in (4, 8):
+        yield _versus("narrow/adagrad", "fbgemm", "train", "adagrad", dim)
+        yield _versus("narrow/rowwise_adagrad", "fbgemm", "train", "rowwise_adagrad", dim)
+        yield _versus("narrow/lookup", "fbgemm", "lookup", "adagrad", dim)
 
 
 def _against_ourselves() -> Iterable[Comparison]:
@@ -200,7 +232,14 @@ def _against_ourselves() -> Iterable[Comparison]:
 
 def comparisons() -> list[Comparison]:
     """The whole table, rows with floors first within each group."""
-    return [*_against_arrays(), *_against_hash_table(), *_other_work(), *_against_ourselves()]
+    return [
+        *_against_arrays(),
+        *_against_hash_table(),
+        *_other_work(),
+        *_by_id(),
+        *_small(),
+        *_against_ourselves(),
+    ]
 
 
 def filled(rows: Iterable[Comparison], fill: Fill) -> list[Comparison]:

@@ -14,6 +14,7 @@ __all__ = ["SYSTEMS", "System", "UnavailableError", "load_system"]
 
 SYSTEMS = {
     "persia": "benchmarks.systems.persia_module:PersiaModule",
+    "persia-arrays": "benchmarks.systems.persia_arrays:PersiaArrays",
     "persia-cluster": "benchmarks.systems.persia_cluster:PersiaCluster",
     "torch-tables": "benchmarks.systems.torch_tables:TorchTables",
     "torch-fused": "benchmarks.systems.torch_tables:TorchFused",

@@ -13,11 +13,12 @@ from benchmarks.machine import resident_bytes
 from benchmarks.systems.persia_optimizers import sparse_optimizer
 from benchmarks.systems.torch_system import TorchSystem
 from benchmarks.workload import Batch, resident_batches, resident_ids
+from persia.config import SlotConfig
 from persia.nn import EmbeddingBagCollection
 
-__all__ = ["PersiaModule"]
+__all__ = ["FILL_BATCH", "PersiaModule"]
 
-_WARM_UP_ROWS = 1 << 13  # a slot: as many as one call of the filling inserts
+FILL_BATCH = 1 << 13  # IDs: what one call of the filling inserts at most
 _NO_BOUND = 1_000_000_000  # rows: the module's default
 
 
@@ -27,20 +28,20 @@ class PersiaModule(TorchSystem):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         self._collection = EmbeddingBagCollection(
-            {f"f{slot}": case.dim for slot in range(case.workload.num_slots)},
+            {f"f{slot}": self.slot(num_rows) for slot, num_rows in enumerate(case.table_rows)},
             optimizer=sparse_optimizer(case.optimizer),
             num_threads=case.threads,
             capacity=case.capacity or _NO_BOUND,
         )
         # Once for nothing: libraries set themselves up, and what batches need whatever the table's size is
         # there before the memory of rows is measured.
-        self._fill(tuple(min(rows, _WARM_UP_ROWS) for rows in case.table_rows))
+        self.fill(tuple(min(rows, FILL_BATCH) for rows in case.table_rows))
         self._collection.clear()
         # The arrays that the largest slot's IDs are made in: tuned malloc keeps such memory.
         largest = int(np.argmax(case.table_rows))
         resident_ids(largest, case.table_rows[largest], case.workload, case.fill)
         before = resident_bytes()
-        self._fill(case.table_rows)
+        self.fill(case.table_rows)
         stats = self._collection.stats()
         self._filled = {
             "filled_rows": float(stats.num_rows),
@@ -48,7 +49,11 @@ class PersiaModule(TorchSystem):
             "rss_growth_bytes": float(resident_bytes() - before),
         }
 
-    def _fill(self, table_rows: tuple[int, ...]) -> None:
+    def slot(self, num_rows: int) -> int | SlotConfig:
+        """Of a table of so many rows."""
+        return self.case.dim
+
+    def fill(self, table_rows: tuple[int, ...]) -> None:
         """Inserts IDs by looking them up in training mode; nothing is updated."""
         for values, lengths in resident_batches(table_rows, self.case.workload, self.case.fill):
             self._collection(torch.from_numpy(values), torch.from_numpy(lengths))

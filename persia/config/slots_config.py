@@ -26,6 +26,7 @@ _SCHEMA_HASH_DIGITS = 16
 MAX_SLOT_MODES = 32  # a lookup names slots by the bits of their modes
 DENSE_MODE = "dense"  # the mode of slots in the dense model: workers look them up only to move their rows
 MAX_DENSE_ROWS = 1 << 24  # of a slot in the dense model
+MAX_ARRAY_ROWS = 1 << 31  # of all slots with an array
 # Settings of rows on servers, which slots in the dense model cannot have.
 _SERVER_SETTINGS = (
     *("optimizer", "admit_probability", "admit_after", "weight_bound"),
@@ -91,7 +92,9 @@ class SlotConfig(Section):
     embedding_staleness: Positive32 | None = None  # batches in flight, of "hybrid"
     # "dense": the rows are parameters of the dense model; None: by `dense_placement_threshold`.
     placement: Literal["dense", "servers"] | None = None
-    cardinality: Positive | None = None  # IDs of a slot in the dense model are below it
+    cardinality: Positive | None = None  # IDs of a slot in the dense model, or with an array, are below it
+    # "array": an embedded store keeps the rows in the order of their IDs and needs no hash index.
+    index: Literal["hash", "array"] | None = None
     index_prefix: Annotated[int, BeforeValidator(_check_prefix)] = 0
     optimizer: _OwnSettings = None
     initializer: _OwnSettings = None
@@ -107,6 +110,28 @@ class SlotConfig(Section):
         self._check_consistency()
         self._check_rows()
         self._check_placement()
+        self._check_index()
+
+    def _check_index(self) -> None:
+        if self.index != "array":
+            return
+        if self.cardinality is None:
+            raise ConfigError("index='array' needs cardinality: the number of rows, above every ID")
+        if self.cardinality > MAX_ARRAY_ROWS:
+            raise ConfigError(
+                f"index='array' with a cardinality of {self.cardinality} is more than the {MAX_ARRAY_ROWS} "
+                "rows that an array can have: leave index out"
+            )
+        if self.hash_stack is not None:
+            raise ConfigError(
+                "index='array' excludes hash_stack_config, which is for IDs without a bound: leave one of "
+                "them out"
+            )
+
+    @property
+    def num_array_ids(self) -> int:
+        """The IDs of a slot with an array; 0: it has none."""
+        return (self.cardinality or 0) if self.index == "array" else 0
 
     def _check_placement(self) -> None:
         if self.placement != "dense":
@@ -128,6 +153,8 @@ class SlotConfig(Section):
             return "embedding_summation=false, as only pooled slots can be placed there"
         if self.hash_stack is not None:
             return "hash_stack_config, which is for IDs without a bound"
+        if self.index == "array":
+            return "index='array', as its rows are not in a store"
         if self.mode:
             return f"consistency {self.mode!r}, as the dense model is always synchronous"
         name = next((name for name in _SERVER_SETTINGS if getattr(self, name) is not None), None)
@@ -282,6 +309,7 @@ class SlotsConfig(Section):
                 # Numbers begin with 1, as a prefix of 0 is no group; the engine counts its groups from 0.
                 index_prefix=numbers[name] << (64 - self.feature_index_prefix_bit),
                 group=numbers[name] - 1,
+                num_array_ids=slot.num_array_ids,
                 rows=slot.rows or None,
             )
             for name, slot in self.slots_config.items()
@@ -330,6 +358,10 @@ class SlotsConfig(Section):
             (f"dim ({one.dim} and {other.dim})", one.dim != other.dim),
             ("optimizer, initializer, admission, eviction or weight bound", one.rows != other.rows),
             ("consistency or embedding_staleness", one.mode != other.mode),
+            (
+                f"arrays ({one.num_array_ids} and {other.num_array_ids} IDs)",
+                one.num_array_ids != other.num_array_ids,
+            ),
             ("placement", first != slot and "dense" in (one.placement, other.placement)),
         ):
             if differs:

@@ -58,33 +58,35 @@ void BindSlotConfig(py::module_& module) {
   const SlotConfig defaults;
   // A slot is judged together with the others, when a worker is made of them.
   py::class_<SlotConfig>(module, "SlotConfig")
-      .def(py::init([](std::string name, uint32_t dim, bool embedding_summation, bool sqrt_scaling,
-                       bool mean_scaling, uint32_t sample_fixed_size, uint32_t hash_stack_rounds,
-                       uint64_t hash_stack_size, uint32_t mode, uint64_t index_prefix,
-                       uint32_t group, const std::optional<py::dict>& rows) {
-             return SlotConfig{.name = std::move(name),
-                               .dim = dim,
-                               .embedding_summation = embedding_summation,
-                               .sqrt_scaling = sqrt_scaling,
-                               .mean_scaling = mean_scaling,
-                               .sample_fixed_size = sample_fixed_size,
-                               .hash_stack_rounds = hash_stack_rounds,
-                               .hash_stack_size = hash_stack_size,
-                               .mode = mode,
-                               .index_prefix = index_prefix,
-                               .group = group,
-                               .rows = rows ? MakeSlotRowConfig(*rows) : SlotRowConfig()};
-           }),
-           // By keyword alone: a call with twelve values in a row could not be read.
-           py::kw_only(), py::arg("name"), py::arg("dim"),
-           py::arg("embedding_summation") = defaults.embedding_summation,
-           py::arg("sqrt_scaling") = defaults.sqrt_scaling,
-           py::arg("mean_scaling") = defaults.mean_scaling,
-           py::arg("sample_fixed_size") = defaults.sample_fixed_size,
-           py::arg("hash_stack_rounds") = defaults.hash_stack_rounds,
-           py::arg("hash_stack_size") = defaults.hash_stack_size, py::arg("mode") = defaults.mode,
-           py::arg("index_prefix") = defaults.index_prefix, py::arg("group") = defaults.group,
-           py::arg("rows") = py::none())
+      .def(
+          py::init([](std::string name, uint32_t dim, bool embedding_summation, bool sqrt_scaling,
+                      bool mean_scaling, uint32_t sample_fixed_size, uint32_t hash_stack_rounds,
+                      uint64_t hash_stack_size, uint32_t mode, uint64_t index_prefix,
+                      uint32_t group, uint64_t num_array_ids, const std::optional<py::dict>& rows) {
+            return SlotConfig{.name = std::move(name),
+                              .dim = dim,
+                              .embedding_summation = embedding_summation,
+                              .sqrt_scaling = sqrt_scaling,
+                              .mean_scaling = mean_scaling,
+                              .sample_fixed_size = sample_fixed_size,
+                              .hash_stack_rounds = hash_stack_rounds,
+                              .hash_stack_size = hash_stack_size,
+                              .mode = mode,
+                              .index_prefix = index_prefix,
+                              .group = group,
+                              .num_array_ids = num_array_ids,
+                              .rows = rows ? MakeSlotRowConfig(*rows) : SlotRowConfig()};
+          }),
+          // By keyword alone: a call with thirteen values in a row could not be read.
+          py::kw_only(), py::arg("name"), py::arg("dim"),
+          py::arg("embedding_summation") = defaults.embedding_summation,
+          py::arg("sqrt_scaling") = defaults.sqrt_scaling,
+          py::arg("mean_scaling") = defaults.mean_scaling,
+          py::arg("sample_fixed_size") = defaults.sample_fixed_size,
+          py::arg("hash_stack_rounds") = defaults.hash_stack_rounds,
+          py::arg("hash_stack_size") = defaults.hash_stack_size, py::arg("mode") = defaults.mode,
+          py::arg("index_prefix") = defaults.index_prefix, py::arg("group") = defaults.group,
+          py::arg("num_array_ids") = defaults.num_array_ids, py::arg("rows") = py::none())
       .def_readwrite("name", &SlotConfig::name)
       .def_readwrite("dim", &SlotConfig::dim);
 }

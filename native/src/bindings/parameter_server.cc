@@ -33,18 +33,18 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
                                             const std::string& row_dtype,
                                             std::chrono::milliseconds standby_deadline,
                                             bool is_standby, uint32_t num_sources) {
-  const ParameterServer::Options options{
-      .replica_index = replica_index,
-      .replica_size = replica_size,
-      .store = {.capacity = capacity,
-                .num_internal_shards = num_internal_shards,
-                .row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype))},
-      .tier = tier,
-      .rpc = {.num_handler_threads = num_handler_threads},
-      .read_only = read_only,
-      .standby_deadline = standby_deadline,
-      .is_standby = is_standby,
-      .num_sources = num_sources};
+  ParameterServer::Options options;
+  options.replica_index = replica_index;
+  options.replica_size = replica_size;
+  options.store.capacity = capacity;
+  options.store.num_internal_shards = num_internal_shards;
+  options.store.row_dtype = ValueOrRaise(store::RowDtypeOf(row_dtype));
+  options.tier = tier;
+  options.rpc.num_handler_threads = num_handler_threads;
+  options.read_only = read_only;
+  options.standby_deadline = standby_deadline;
+  options.is_standby = is_standby;
+  options.num_sources = num_sources;
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
 }
 

@@ -4,26 +4,50 @@
 
 namespace persia::client {
 void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
-                      worker::UniqueKeys* keys) {
+                      worker::UniqueKeys* keys, store::RowArray* array) {
   num_slots_ = inputs.size();
   if (slots_.size() < num_slots_) slots_.resize(num_slots_);
-  keys->Clear(signs_.span().size());  // batches are alike, so the last one tells
-  for (size_t i = 0; i < inputs.size(); ++i) PlanSlot(inputs[i], slots, keys, &slots_[i]);
-  const std::span<uint64_t> signs = signs_.Resize(keys->keys().size());
-  std::copy(keys->keys().begin(), keys->keys().end(), signs.begin());
+  if (array == nullptr) {
+    NumberSigns(inputs, slots, keys);
+  } else {
+    NumberIds(inputs, array);
+  }
+  const std::span<uint64_t> signs = signs_.span();
   rows_ = {inputs[0].slot->dim, signs, handles_.Resize(signs.size()), values_.Resize(signs.size())};
   missing_.clear();
 }
 
-void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots,
-                          worker::UniqueKeys* keys, Slot* planned) {
+void GroupBatch::NumberSigns(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
+                             worker::UniqueKeys* keys) {
   // One slot's signs are of use until they are numbered, so a thread has one array for all.
   thread_local Reused<uint64_t> slot_signs;
+  keys->Clear(signs_.span().size());  // batches are alike, so the last one tells
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::span<uint32_t> numbers = PlanSlot(inputs[i], &slots_[i]);
+    const std::span<uint64_t> signs = slot_signs.Resize(numbers.size());
+    slots.MakeSigns(*inputs[i].slot, inputs[i].ids, signs.data());
+    keys->Insert(signs, numbers.data());
+  }
+  const std::span<uint64_t> distinct = signs_.Resize(keys->keys().size());
+  std::copy(keys->keys().begin(), keys->keys().end(), distinct.begin());
+}
+
+// The same numbers as by signs.
+void GroupBatch::NumberIds(std::span<const SlotInput> inputs, store::RowArray* array) {
+  thread_local store::ArrayNumbers ids;
+  ids.Clear();
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    ids.Insert(array, inputs[i].ids, PlanSlot(inputs[i], &slots_[i]).data());
+  }
+  const std::span<uint64_t> distinct = signs_.Resize(ids.ids().size());
+  std::ranges::transform(ids.ids(), distinct.begin(),
+                         [&](uint64_t id) { return array->spec().first_sign + id; });
+}
+
+std::span<uint32_t> GroupBatch::PlanSlot(const SlotInput& input, Slot* planned) {
   const worker::SlotConfig& slot = *input.slot;
-  const std::span<uint64_t> signs = slot_signs.Resize(input.ids.size() * slot.num_buckets());
-  slots.MakeSigns(slot, input.ids, signs.data());
-  const std::span<uint32_t> numbers = planned->numbers.Resize(signs.size());
-  keys->Insert(signs, numbers.data());
+  const std::span<uint32_t> numbers =
+      planned->numbers.Resize(input.ids.size() * slot.num_buckets());
   planned->column = input.column;
   const std::span<float> weights = planned->weights.Resize(input.weights.size());
   std::copy(input.weights.begin(), input.weights.end(), weights.begin());
@@ -35,7 +59,7 @@ void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots
                    .weights = planned->weights.span(),
                    .scaling = slot.scaling()};
   // Without offsets each bag has the rows of one ID.
-  if (input.has_one_each) return;
+  if (input.has_one_each) return numbers;
   const std::span<uint32_t> offsets = planned->offsets.Resize(input.lengths.size() + 1);
   uint32_t offset = 0;
   for (size_t i = 0; i < input.lengths.size(); ++i) {
@@ -44,6 +68,7 @@ void GroupBatch::PlanSlot(const SlotInput& input, const worker::SlotTable& slots
   }
   offsets.back() = offset;
   planned->bags.offsets = offsets;
+  return numbers;
 }
 
 bool GroupBatch::IsSingle(std::span<const SlotInput> inputs) {
@@ -74,25 +99,33 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
   sums->Build(bags, parts, 1.0f, static_cast<uint32_t>(rows_.signs.size()));
 }
 
+void UnnumberedPooling::Find(const worker::SlotConfig& slot, std::span<const uint64_t> ids,
+                             std::span<const float*> values, store::RecentRows* recent) const {
+  thread_local Reused<uint64_t> sign_memory;
+  if (const store::RowArray* array = store.ArrayOf(slot.index_prefix); array != nullptr) {
+    for (size_t i = 0; i < ids.size(); ++i) values[i] = array->values(ids[i]);
+    return;
+  }
+  const std::span<uint64_t> signs = sign_memory.Resize(values.size());
+  slots.MakeSigns(slot, ids, signs.data());
+  store.FindForReading({slot.dim, signs, {}, values}, zeros, recent);
+}
+
 void UnnumberedPooling::PoolSingle(std::span<const SlotInputs> groups,
                                    store::RecentRows* recent) const {
-  thread_local Reused<uint64_t> sign_memory;
   thread_local Reused<const float*> row_memory;
   thread_local std::vector<uint32_t> numbers;  // each sample reads its own row
   thread_local std::vector<simd::ColumnSource> columns;
   columns.clear();
   const size_t num_samples = groups[0][0].ids.size();
   while (numbers.size() < num_samples) numbers.push_back(static_cast<uint32_t>(numbers.size()));
-  const std::span<uint64_t> signs = sign_memory.Resize(num_samples);
-  const std::span<const float*> values = row_memory.Resize(num_samples * groups.size());
+  const std::span<const float*> all = row_memory.Resize(num_samples * groups.size());
   for (size_t g = 0; g < groups.size(); ++g) {
     const SlotInput& input = groups[g][0];
-    slots.MakeSigns(*input.slot, input.ids, signs.data());
-    const store::SignRows rows = {
-        input.slot->dim, signs, {}, values.subspan(g * num_samples, num_samples)};
+    const std::span<const float*> values = all.subspan(g * num_samples, num_samples);
     recent[g].Begin(num_samples, num_removals);
-    store.FindForReading(rows, zeros, &recent[g]);
-    columns.push_back({rows.values.data(), numbers.data(), rows.dim});
+    Find(*input.slot, input.ids, values, &recent[g]);
+    columns.push_back({values.data(), numbers.data(), input.slot->dim});
   }
   format.pooling().copy_columns(out + groups[0][0].column, stride, columns.data(), columns.size(),
                                 num_samples);
@@ -102,7 +135,6 @@ void UnnumberedPooling::Pool(const SlotInput& input, store::RecentRows* recent) 
   // So many signs and row pointers stay in the second-level cache. A bag with more is a block of
   // its own.
   constexpr size_t kBlockRows = 8192;
-  thread_local Reused<uint64_t> sign_memory;
   thread_local Reused<const float*> row_memory;
   thread_local std::vector<uint32_t> offsets;
   const worker::SlotConfig& slot = *input.slot;
@@ -118,10 +150,8 @@ void UnnumberedPooling::Pool(const SlotInput& input, store::RecentRows* recent) 
     } while (bag < input.lengths.size() && bag - first_bag < kBlockRows &&
              id - first_id + static_cast<size_t>(input.lengths[bag]) <= block_ids);
     const size_t num_ids = id - first_id;
-    const std::span<uint64_t> signs = sign_memory.Resize(num_ids * slot.num_buckets());
-    slots.MakeSigns(slot, input.ids.subspan(first_id, num_ids), signs.data());
-    const store::SignRows rows = {slot.dim, signs, {}, row_memory.Resize(signs.size())};
-    store.FindForReading(rows, zeros, recent);
+    const std::span<const float*> values = row_memory.Resize(num_ids * slot.num_buckets());
+    Find(slot, input.ids.subspan(first_id, num_ids), values, recent);
     const worker::Bags bags = {
         .dim = slot.dim,
         .num_bags = static_cast<uint32_t>(bag - first_bag),
@@ -129,7 +159,7 @@ void UnnumberedPooling::Pool(const SlotInput& input, store::RecentRows* recent) 
         .rows_per_offset = slot.num_buckets(),
         .weights = input.weights.empty() ? input.weights : input.weights.subspan(first_id, num_ids),
         .scaling = slot.scaling()};
-    PoolBags(bags, rows.values.data(), out + input.column + first_bag * stride, stride,
+    PoolBags(bags, values.data(), out + input.column + first_bag * stride, stride,
              format.pooling());
   }
 }

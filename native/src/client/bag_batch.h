@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "store/in_place_rows.h"
+#include "store/row_arrays.h"
 #include "worker/bags.h"
 #include "worker/slot_table.h"
 #include "worker/unique_keys.h"
@@ -61,9 +62,9 @@ class GroupBatch {
  public:
   // Deduplicates the slots' signs; `keys` is the thread's.
   // Numbers signs in the order of their first appearance, so that the same batch always gives the
-  // same requests. `inputs` is not empty.
+  // same requests. `inputs` is not empty. `array`: where the group's rows are; null: no array.
   void Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
-            worker::UniqueKeys* keys);
+            worker::UniqueKeys* keys, store::RowArray* array);
 
   // Whether every sample has exactly one ID, without a weight, of a slot that shares its rows with
   // no other: then several groups are handled together.
@@ -100,8 +101,12 @@ class GroupBatch {
     Reused<float> weights;
   };
 
-  void PlanSlot(const SlotInput& input, const worker::SlotTable& slots, worker::UniqueKeys* keys,
-                Slot* planned);
+  // Into signs_ and the slots' numbers.
+  void NumberSigns(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
+                   worker::UniqueKeys* keys);
+  void NumberIds(std::span<const SlotInput> inputs, store::RowArray* array);
+  // Returns the slot's numbers, which are the caller's to fill in.
+  static std::span<uint32_t> PlanSlot(const SlotInput& input, Slot* planned);
 
   std::span<const Slot> planned() const { return std::span(slots_).first(num_slots_); }
 
@@ -130,6 +135,11 @@ struct UnnumberedPooling {
   // Of groups for which GroupBatch::IsSingle() holds and whose columns are adjacent; `recent` has
   // one element for each.
   void PoolSingle(std::span<const SlotInputs> groups, store::RecentRows* recent) const;
+
+ private:
+  // Where the rows of the IDs are, or zeros.
+  void Find(const worker::SlotConfig& slot, std::span<const uint64_t> ids,
+            std::span<const float*> values, store::RecentRows* recent) const;
 };
 
 // Belongs to one lookup and the update that follows it. Its holder may drop it without

@@ -46,6 +46,30 @@ bool AreOnes(std::span<const int64_t> lengths) {
   return others == 0;
 }
 
+// Before anything of the batch is used: the addresses of rows are computed from the IDs.
+Status CheckArrayIds(const worker::SlotConfig& slot, std::span<const uint64_t> ids) {
+  if (slot.num_array_ids == 0) return Status::Ok();
+  uint64_t num_beyond = 0;
+  for (const uint64_t id : ids) num_beyond += static_cast<uint64_t>(id >= slot.num_array_ids);
+  if (num_beyond == 0) return Status::Ok();
+  const auto first =
+      std::ranges::find_if(ids, [&](uint64_t id) { return id >= slot.num_array_ids; });
+  return InvalidArgument("slot '", slot.name, "' has the ID ", *first,
+                         ", and with index: array its IDs must be below its cardinality of ",
+                         slot.num_array_ids, ": raise the cardinality, or leave index out");
+}
+
+// The feature groups of such slots.
+std::vector<store::RowArraySpec> ArraysOf(const worker::SlotTable& slots) {
+  std::vector<store::RowArraySpec> arrays;
+  for (const worker::SlotConfig& slot : slots.slots()) {
+    const auto is_same = [&](const auto& other) { return other.first_sign == slot.index_prefix; };
+    if (slot.num_array_ids == 0 || std::ranges::any_of(arrays, is_same)) continue;
+    arrays.push_back({slot.index_prefix, slot.num_array_ids, slot.dim});
+  }
+  return arrays;
+}
+
 SignRows Block(const SignRows& rows, size_t begin, size_t count) {
   return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
           rows.values.subspan(begin, count)};
@@ -281,6 +305,7 @@ Status EmbeddingBags::DivideSlot(uint32_t slot, std::span<const uint64_t>* value
     return InvalidArgument("slot '", config.name, "': ", count, " IDs of ", config.num_buckets(),
                            " hash-stack rounds each are too many for one batch: make it smaller");
   }
+  PERSIA_RETURN_IF_ERROR(CheckArrayIds(config, values->first(count)));
   std::vector<SlotInput>& inputs = inputs_[group_of_[slot]];
   size_t column = 0;
   for (uint32_t i = 0; i < slot; ++i) column += slots_by_position_[i]->dim;
@@ -319,8 +344,10 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
     for (size_t i = units_[u].begin; i < units_[u].end; ++i) {
       thread_local worker::UniqueKeys keys;
       GroupBatch& group = batch->groups[i];
-      group.Plan(inputs_[i], slots_, &keys);
-      store.Find(group.rows(), zeros_.data(), group.missing());
+      store::RowArray* const array = store.ArrayOf(inputs_[i][0].slot->index_prefix);
+      group.Plan(inputs_[i], slots_, &keys, array);
+      array != nullptr ? store.FindInArray(array, group.rows(), group.missing())
+                       : store.Find(group.rows(), zeros_.data(), group.missing());
       has_missing |= !group.missing()->empty();
     }
     is_pooled[u] = !has_missing;
@@ -437,6 +464,7 @@ Status EmbeddingBags::SetRows(uint32_t slot, std::span<const uint64_t> ids,
     return InvalidArgument("slot '", config.name,
                            "': some values of the rows are NaN or infinite; set finite ones");
   }
+  PERSIA_RETURN_IF_ERROR(CheckArrayIds(config, ids));
   std::vector<uint64_t> signs(ids.size());
   slots_.MakeSigns(config, ids, signs.data());
   const store::RowBlock block = {config.dim, signs};
@@ -454,6 +482,7 @@ StatusOr<std::unique_ptr<EmbeddingBags>> EmbeddingBags::Create(EmbeddingBagsOpti
   }
   PERSIA_ASSIGN_OR_RETURN(
       auto slots, worker::SlotTable::Create(options.feature_index_prefix_bit, options.slots));
+  options.store.arrays = ArraysOf(slots);
   PERSIA_ASSIGN_OR_RETURN(auto store, store::EmbeddingStore::Create(options.store));
   return std::unique_ptr<EmbeddingBags>(
       new EmbeddingBags(options, std::move(slots), std::move(store)));

@@ -114,6 +114,29 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
+// Places are near: the IDs have just been numbered. Values are the same before and after a row is
+// inserted.
+void InPlaceRows::FindInArray(RowArray* array, const SignRows& rows,
+                              std::vector<uint32_t>* missing) const {
+  const auto num_shards = static_cast<uint32_t>(shards_.size());
+  for (size_t i = 0; i < rows.signs.size(); ++i) {
+    const uint64_t key = SignKey(rows.signs[i]), id = array->IdOf(rows.signs[i]);
+    RowArray::Place& place = array->PlaceOf(id);
+    rows.handles[i] = {ShardOfKey(key, num_shards), array->CellOf(id)};
+    rows.values[i] = array->values(id);
+    if ((place.number & RowArray::kHasRow) == 0) [[unlikely]] {
+      rows.handles[i].cell = kNoCell;
+      missing->push_back(static_cast<uint32_t>(i));
+      continue;
+    }
+    const ShardView& shard = shards_[rows.handles[i].shard];
+    if (shard.snapshot != nullptr) [[unlikely]] {
+      shard.snapshot->SaveBeforeTouch(*shard.index->Find(key), *shard.slabs);
+    }
+    place.stamp = shard.now;
+  }
+}
+
 // A block's index lines are asked for, then the next block is looked for among the recent rows
 // while they are on their way: the reads of some hundred keys overlap.
 void InPlaceRows::FindForReading(const SignRows& rows, const float* zeros,

@@ -31,6 +31,7 @@
 
 #include "base/status.h"
 #include "store/embedding_store.h"
+#include "store/row_arrays.h"
 #include "store/shard_set.h"
 
 namespace persia::store {
@@ -107,9 +108,15 @@ class InPlaceRows {
   // Update() call of the store.
   static InPlaceRows BeginUpdate(EmbeddingStore& store, std::span<const uint64_t> removals);
 
+  // The array of a feature group, by the sign of any ID; null: it has none.
+  RowArray* ArrayOf(uint64_t sign) const { return store_->arrays().OfSign(sign); }
+
   // Training: rows that are found become the newest. The numbers of the signs that have no row are
   // appended to *missing; their values are `zeros`, their handles lead to no row.
   void Find(const SignRows& rows, const float* zeros, std::vector<uint32_t>* missing) const;
+
+  // The same for signs of an array.
+  void FindInArray(RowArray* array, const SignRows& rows, std::vector<uint32_t>* missing) const;
 
   // Inference: only finds where the rows are. Signs may repeat; the handles may be empty. `recent`
   // is that of earlier calls for the same lookup and dim.

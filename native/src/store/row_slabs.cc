@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "store/row_arrays.h"
+
 namespace persia::store {
 namespace {
 
@@ -64,6 +66,7 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
 // The list of free cells is linked through their own memory, so it costs none. The cell freed last
 // is used first: it is likely to be in the processor's cache.
 void RowSlabs::Free(uint32_t cell) {
+  if (cell < num_array_cells_) return arrays_->OfCell(cell).End(arrays_->IdOfCell(cell));
   Pool& pool = pools_[slabs_[cell >> kPlaceBits].pool];
   if (pool.num_leaving > 0 && IsLeaving(cell)) {
     // Not into the list of free cells: Allocate() must not hand it out again.
@@ -86,7 +89,41 @@ uint64_t RowSlabs::row_slab_bytes() const {
   return num_bytes;
 }
 
-void RowSlabs::Clear() { *this = RowSlabs(memory_, cells_); }
+void RowSlabs::Clear() {
+  RowArrays* const arrays = arrays_;
+  *this = RowSlabs(memory_, cells_);
+  SetArrays(arrays);
+}
+
+// Slabs without memory of their own: what finds a row by its cell need not know of arrays.
+void RowSlabs::SetArrays(RowArrays* arrays) {
+  static_assert(RowArray::kSlabCells == kPlaceMask + 1);
+  arrays_ = arrays;
+  num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  if (arrays == nullptr) return;
+  for (const RowArray& array : arrays->all()) {
+    RowShape shape = array.shape();
+    shape.label = pools_.size() + 1;  // rows outside the array do not share its pool
+    for (uint32_t i = 0; i < array.num_slabs(); ++i) {
+      const uint64_t id = uint64_t{i} << kPlaceBits;
+      slabs_.push_back({.values = array.values(id),
+                        .scalars = array.scalar(id),
+                        .stride = shape.Stride(),
+                        .dim = shape.dim,
+                        .embedding_floats = shape.embedding_floats(),
+                        .pool = static_cast<uint32_t>(pools_.size())});
+    }
+    pools_.push_back({.shape = shape});
+  }
+  holdings_.resize(slabs_.size());
+}
+
+uint32_t RowSlabs::AllocateInArray(uint64_t sign, uint32_t dim) const {
+  if (num_array_cells_ == 0) return kNoCell;
+  const RowArray* array = arrays_->OfSign(sign);
+  if (array == nullptr || array->shape().dim != dim) return kNoCell;
+  return array->CellOf(array->IdOf(sign));
+}
 
 // Numbers of slabs that have left are used again: there are 65,535.
 uint32_t RowSlabs::NewSlabNumber() {

@@ -26,6 +26,8 @@
 
 namespace persia::store {
 
+class RowArrays;
+
 // What a row consists of; a function of the dim, the optimizer and the store's row format.
 struct RowShape {
   uint32_t dim = 0;
@@ -60,11 +62,17 @@ class RowSlabs {
   RowSlabs(SlabMemory* memory, SlabMemory* cells) : memory_(memory), cells_(cells) {}
   explicit RowSlabs(SlabMemory* memory) : RowSlabs(memory, memory) {}
 
+  // The first cells become those of `arrays` (row_arrays.h), which outlive this or the next call.
+  // Null: none. Before any row is allocated.
+  void SetArrays(RowArrays* arrays);
+
   // A pool is the slabs of one shape. Stores have few shapes, and these search them all. FindPool()
   // returns kNoPool where there is none.
   uint32_t FindPool(const RowShape& shape) const;
   uint32_t FindOrAddPool(const RowShape& shape);
 
+  // The cell of a row that belongs into an array; kNoCell: it does not.
+  uint32_t AllocateInArray(uint64_t sign, uint32_t dim) const;
   // A row with uninitialised contents; kNoCell when there is no memory or no cell number left.
   [[nodiscard]] uint32_t Allocate(uint32_t pool);
   // The cell is reused for the same shape. Writes into the row's memory.
@@ -153,6 +161,8 @@ class RowSlabs {
 
   SlabMemory* memory_;
   SlabMemory* cells_;
+  RowArrays* arrays_ = nullptr;
+  uint32_t num_array_cells_ = 0;  // of arrays_
   std::vector<Slab> slabs_;
   std::vector<Holding> holdings_;  // of slabs_, in the same order
   std::vector<uint32_t> vacant_;   // numbers of slabs that have left

@@ -25,9 +25,11 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/status.h"
 #include "store/probe_in_blocks.h"
+#include "store/row_arrays.h"
 #include "store/row_policy.h"
 #include "store/row_slabs.h"
 #include "store/sign_index.h"
@@ -57,6 +59,14 @@ class RowTable {
         features_(features),
         index_(growth_phase),
         slabs_(row_memory, cold_memory) {}
+
+  // Rows whose signs belong into an array are put there (row_arrays.h). Before there are rows.
+  // `arrays` outlives the table; when they are built anew, a table without rows has to be cleared.
+  void SetArrays(RowArrays* arrays) {
+    arrays_ = arrays;
+    index_.SetArrays(arrays);
+    slabs_.SetArrays(arrays);
+  }
 
   uint64_t capacity() const { return capacity_; }
   // Read through these; rows are inserted and removed through the table, which tells the features.
@@ -97,6 +107,7 @@ class RowTable {
           return slabs_.dim(entry->cell) == run.dim ? slabs_.values(entry->cell) : nullptr;
         },
         [&](size_t i, Entry* entry, const float* row) {
+          if (entry != nullptr) index_.Refresh(entry);
           use(refs[i], row == nullptr ? nullptr : entry);
         });
   }
@@ -122,7 +133,7 @@ class RowTable {
   // Makes the row one of the batch `stamp`. For each row that a training call uses.
   void Touch(Entry* entry, uint32_t stamp) {
     features_->BeforeTouch(*entry, slabs_);
-    entry->stamp = stamp;
+    index_.SetStamp(entry, stamp);
   }
 
   // Evicts the oldest rows until `num_new` can be inserted, as far as there are rows. With
@@ -155,7 +166,8 @@ class RowTable {
   }
   // The same with uninitialised values, and a table that may become larger than its capacity.
   uint32_t Allocate(uint64_t key, uint32_t dim, uint32_t stamp) {
-    const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(ShapeOf(key, dim)));
+    uint32_t cell = slabs_.AllocateInArray(SignOfKey(key), dim);
+    if (cell == kNoCell) cell = slabs_.Allocate(slabs_.FindOrAddPool(ShapeOf(key, dim)));
     return cell == kNoCell ? kNoCell : Adopt({key, cell, stamp});
   }
   // A row whose cell was allocated by the caller; it is freed, and kNoCell returned, where there is
@@ -164,6 +176,9 @@ class RowTable {
     if (!index_.Insert(entry)) {
       slabs_.Free(entry.cell);
       return kNoCell;
+    }
+    if (index_.IsInArray(entry)) {
+      arrays_->OfCell(entry.cell).Begin(arrays_->IdOfCell(entry.cell), entry.stamp);
     }
     features_->Inserted(entry.key, entry.cell, slabs_);
     return entry.cell;
@@ -182,6 +197,7 @@ class RowTable {
   }
   // Removes all rows and gives their memory back. Cannot fail: features have had their say.
   void Clear() {
+    RemoveArrayRows();
     features_->BeforeClear(&index_, &slabs_);
     index_.Clear();
     slabs_.Clear();
@@ -190,8 +206,22 @@ class RowTable {
   }
 
  private:
+  // One by one: their memory, which other shards use too, cannot be handed over to a snapshot.
+  void RemoveArrayRows() {
+    if (arrays_ == nullptr || arrays_->is_empty()) return;
+    std::vector<uint64_t> keys;
+    index_.ForEach([&](const Entry& entry) {
+      if (index_.IsInArray(entry)) keys.push_back(entry.key);
+    });
+    // Backwards, which moves no entries. Cannot fail: there is no tier.
+    for (size_t i = keys.size(); i > 0; --i) {
+      static_cast<void>(Remove(index_.Find(keys[i - 1])));
+    }
+  }
+
   const uint64_t capacity_;
   Features* const features_;
+  RowArrays* arrays_ = nullptr;  // null: none
   SignIndex index_;
   RowSlabs slabs_;
   VictimQueue victims_;

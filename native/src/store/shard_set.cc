@@ -98,6 +98,7 @@ ShardSet::ShardSet(const Options& options) : options_(options) {
     const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
     shards_.emplace_back(capacity, &slab_memory_, &cold_memory_, growth_phase,
                          options.counts_updates, options.row_dtype);
+    shards_.back().table().SetArrays(&arrays_);
   }
 }
 
@@ -150,6 +151,10 @@ Status ShardSet::Configure(const TrainConfig& config, bool replace, bool is_reco
     // Those rows may be recovered, and are then read by the policies that are saved now.
     PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, /*replace=*/true));
   }
+  if (!has_rows && !options_.arrays.empty()) {
+    PERSIA_RETURN_IF_ERROR(arrays_.Build(options_.arrays, *policies,
+                                         options_.counts_updates ? kUpdateCountFloats : 0));
+  }
   // Before rows are made by it: a crash in between must find the config of every row it recovers.
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->SaveConfigIfNew(config));
   for (uint32_t i = 0; i < count(); ++i) {
@@ -187,7 +192,8 @@ void ShardSet::ForgetSlabs() {
 StoreStats ShardSet::Stats() const {
   StoreStats stats;
   for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
-  stats.memory_bytes += slab_memory_.unused_bytes() + cold_memory_.unused_bytes();
+  stats.memory_bytes +=
+      slab_memory_.unused_bytes() + cold_memory_.unused_bytes() + arrays_.memory_bytes();
   return stats;
 }
 

@@ -26,6 +26,7 @@
 #include "base/status.h"
 #include "base/train_config.h"
 #include "store/change_set.h"
+#include "store/row_arrays.h"
 #include "store/row_policy.h"
 #include "store/shard.h"
 #include "store/slab_memory.h"
@@ -129,6 +130,9 @@ class ShardSet {
     // float32. With 16 bits, updates use stochastic rounding, all other writes round to nearest;
     // not with a tier.
     RowDtype row_dtype = RowDtype::kFloat32;
+    // Feature groups whose rows are kept by ID (row_arrays.h), from the first configuration on; not
+    // with a tier.
+    std::vector<RowArraySpec> arrays = {};
   };
 
   explicit ShardSet(const Options& options);
@@ -137,6 +141,7 @@ class ShardSet {
   const std::deque<Shard>& all() const { return shards_; }
   uint32_t count() const { return static_cast<uint32_t>(shards_.size()); }
   bool counts_updates() const { return options_.counts_updates; }
+  RowArrays& arrays() { return arrays_; }
   SharedFeatures& features() { return features_; }
   const SharedFeatures& features() const { return features_; }
 
@@ -182,6 +187,7 @@ class ShardSet {
   const Options options_;
   SlabMemory slab_memory_;
   SlabMemory cold_memory_;
+  RowArrays arrays_;
   std::deque<Shard> shards_;
   mutable WriterFirstMutex mutex_;
   SharedFeatures features_;

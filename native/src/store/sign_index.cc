@@ -49,7 +49,11 @@ void SignIndex::Erase(Entry* entry) {
   --size_;
 }
 
-void SignIndex::Clear() { *this = SignIndex(growth_phase_); }
+void SignIndex::Clear() {
+  RowArrays* const arrays = arrays_;
+  *this = SignIndex(growth_phase_);
+  SetArrays(arrays);
+}
 
 bool SignIndex::Grow() {
   const uint64_t tail = std::max(kTail, length_ - home_count_);

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "base/mapped_memory.h"
+#include "store/row_arrays.h"
 
 namespace persia::store {
 
@@ -54,8 +55,27 @@ class SignIndex {
   // `growth_phase`, from 0 to 1, is where between two growths it is while one with phase 0 grows.
   explicit SignIndex(double growth_phase = 0) : growth_phase_(growth_phase) {}
 
+  // The stamps of cells below arrays->num_cells() are kept in `arrays` (row_arrays.h). The stamp in
+  // such an entry is a copy, which Find(), ForEach() and Refresh() renew. Before any insertion.
+  void SetArrays(RowArrays* arrays) {
+    arrays_ = arrays;
+    num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  }
+  bool IsInArray(const Entry& entry) const { return entry.cell < num_array_cells_; }
+  void Refresh(Entry* entry) const {
+    if (IsInArray(*entry)) entry->stamp = arrays_->PlaceOf(entry->cell).stamp;
+  }
+  void SetStamp(Entry* entry, uint32_t stamp) const {
+    entry->stamp = stamp;
+    if (IsInArray(*entry)) arrays_->PlaceOf(entry->cell).stamp = stamp;
+  }
+
   // Null: there is none. Valid until the next insertion or removal.
-  Entry* Find(uint64_t key) const { return FindFrom(SkipHome(HomeOf(key), key), key); }
+  Entry* Find(uint64_t key) const {
+    Entry* entry = FindFrom(SkipHome(HomeOf(key), key), key);
+    if (entry != nullptr) Refresh(entry);
+    return entry;
+  }
   // The same in steps, each of which reads what the one before it returned: first a cache line,
   // then an entry that is in the same line or begins the next one.
   Entry* HomeOf(uint64_t key) const { return entries_ + Home(key); }
@@ -82,7 +102,10 @@ class SignIndex {
   template <typename Visit>
   void ForEach(Visit visit) const {
     for (Entry* entry = entries_; entry != entries_ + length_; ++entry) {
-      if (entry->cell != kNoCell) visit(*entry);
+      if (entry->cell == kNoCell) continue;
+      Refresh(entry);
+      visit(*entry);
+      if (IsInArray(*entry)) SetStamp(entry, entry->stamp);
     }
   }
 
@@ -94,7 +117,9 @@ class SignIndex {
     if (size_ == 0) return true;
     const uint64_t first = *next;
     for (Entry* entry = HomeOf(first); entry != entries_ + length_; ++entry) {
-      if (entry->cell == kNoCell || entry->key < first || visit(*entry)) continue;
+      if (entry->cell == kNoCell || entry->key < first) continue;
+      Refresh(entry);
+      if (visit(*entry)) continue;
       *next = entry->key;
       return false;
     }
@@ -128,6 +153,8 @@ class SignIndex {
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end
   uint64_t home_count_ = 0;  // the entries behind take the overflow of the last homes
   uint64_t size_ = 0;
+  RowArrays* arrays_ = nullptr;
+  uint32_t num_array_cells_ = 0;  // of arrays_
 };
 
 }  // namespace persia::store

@@ -46,7 +46,7 @@ StatusOr<uint32_t> CellFor(Shard* shard, uint64_t key, uint32_t dim, uint32_t ag
   RowFeatures& features = shard->features();
   features.BeforeTouch(*entry, table.slabs());
   if (!features.BeforeChange(*entry, &status)) return status;
-  entry->stamp = stamp;
+  table.index().SetStamp(entry, stamp);
   changed->Add(key);
   return entry->cell;
 }

@@ -12,6 +12,8 @@ namespace {
 // How many batches the estimate takes: see LookedUp().
 constexpr uint64_t kAllBatches = 64;
 constexpr uint64_t kOneBatchIn = 32;
+// Numbers of IDs in a batch, and of places, have 31 bits (store/row_arrays.h).
+constexpr uint64_t kMaxArrayIds = uint64_t{1} << 31;
 
 Status SlotError(const SlotConfig& slot, const auto&... what) {
   return InvalidArgument("slot '", slot.name, "': ", what...);
@@ -37,7 +39,14 @@ Status CheckSlot(const SlotConfig& slot, uint32_t id_bits) {
                      "mean_scaling is set for a raw slot, whose rows are not summed: set "
                      "embedding_summation, or average them in the model");
   }
+  if (slot.num_array_ids > kMaxArrayIds) {
+    return SlotError(slot, "cardinality is ", slot.num_array_ids,
+                     ", and index: array takes at most ", kMaxArrayIds, ": leave index out");
+  }
   if (slot.hash_stack_rounds == 0) return Status::Ok();
+  if (slot.num_array_ids != 0) {
+    return SlotError(slot, "index: array and a hash stack are both set: keep one");
+  }
   if (slot.hash_stack_size == 0) {
     return SlotError(slot, "hash_stack_rounds is ", slot.hash_stack_rounds,
                      " but the hash stack's embedding_size is 0: give it a size");
@@ -94,6 +103,11 @@ Status CheckGroups(const std::vector<SlotConfig>& slots) {
     if (peer.index_prefix != slot.index_prefix) {
       return SlotError(slot, "index_prefix differs from that of slot '", peer.name,
                        "' of the same feature group");
+    }
+    if (peer.num_array_ids != slot.num_array_ids) {
+      return SlotError(slot, "index: array has ", slot.num_array_ids, " IDs but slot '", peer.name,
+                       "' of the same feature group has ", peer.num_array_ids,
+                       ": slots of one group share rows, so give them the same cardinality");
     }
     if (peer.rows != slot.rows) {
       return SlotError(

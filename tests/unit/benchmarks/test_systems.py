@@ -16,7 +16,7 @@ DIM = 8
 TABLE_ROWS = (10, 50)
 # Of the peers' imports.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-ON_TORCH = ("persia", "torch-tables", "torch-fused", "fbgemm", "torchrec")
+ON_TORCH = ("persia", "persia-arrays", "torch-tables", "torch-fused", "fbgemm", "torchrec")
 
 
 def make_system(name: str, optimizer: str, workload: Workload, work: str = "train") -> TorchSystem:

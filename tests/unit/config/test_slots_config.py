@@ -311,7 +311,7 @@ class TestNativeSlots:
         natives = parse_embedding_config(mapping).native_slots()
         plain, raw, mean, stacked = (native.settings for native in natives)
         pooled = {"embedding_summation": True, "sqrt_scaling": False, "sample_fixed_size": 10}
-        pooled |= {"mean_scaling": False, "mode": 0}
+        pooled |= {"mean_scaling": False, "mode": 0, "num_array_ids": 0}
         first_group = {"index_prefix": 1 << 52, "group": 0}
         no_stack = {"hash_stack_rounds": 0, "hash_stack_size": 0, "rows": None}
         assert plain == {"name": "plain", "dim": 8, **pooled, **first_group, **no_stack}
@@ -325,6 +325,7 @@ class TestNativeSlots:
             "mean_scaling": False,
             "sample_fixed_size": 3,
             "mode": 0,
+            "num_array_ids": 0,
         }
         second_group = {"index_prefix": 3 << 52, "group": 2}
         assert mean == {"name": "mean", "dim": 8, **pooled, "mean_scaling": True, **second_group, **no_stack}
