@@ -347,7 +347,7 @@ TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
 // Refuses all calls, the second time that a client calls only once it may.
 class Refuser : public CallHandler {
  public:
-  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override {
+  CallVerdict OnCall(CallId, const CallHead& head) override {
     if (head.method == "/wait") {
       is_waiting = true;
       EXPECT_TRUE(Eventually([&] { return may_continue.load(); }));
@@ -355,8 +355,7 @@ class Refuser : public CallHandler {
     rusage usage = {};
     ::getrusage(RUSAGE_THREAD, &usage);
     num_sleeps.push_back(usage.ru_nvcsw);
-    server->Finish(call, GrpcCode::kResourceExhausted, "");
-    return std::nullopt;
+    return {.code = GrpcCode::kResourceExhausted};
   }
   void OnMessage(CallId, GrpcMessage) override {}
   void OnEnd(CallId) override {}
@@ -364,7 +363,6 @@ class Refuser : public CallHandler {
   void OnRefused(CallId, GrpcCode) override {}
   void OnClosed(CallId) override {}
 
-  GrpcServer* server = nullptr;
   std::atomic<bool> is_waiting = false;
   std::atomic<bool> may_continue = false;
   std::vector<long> num_sleeps;  // of the server's thread, at each call
@@ -374,7 +372,6 @@ TEST(GrpcServerTest, CallsOfManyConnectionsAreRefusedAtOnce) {
   constexpr size_t kNumClients = 40;
   Refuser refuser;
   GrpcServer server({}, &refuser);
-  refuser.server = &server;
   const uint16_t port = server.Start("127.0.0.1", 0).value();
   std::vector<std::unique_ptr<Client>> clients;
   for (size_t i = 0; i < kNumClients; ++i) {

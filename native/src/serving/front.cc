@@ -172,26 +172,31 @@ bool Front::HasToken(const CallHead& head) const {
   return CRYPTO_memcmp(digest.data(), options_.token_digest->data(), digest.size()) == 0;
 }
 
-std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head) {
+CallVerdict Front::OnCall(CallId call, const CallHead& head) {
   // Python also answers who has no token, so that refusals are worded and recorded once.
   if (head.method != kModelInfer || !HasToken(head)) {
     Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head});
-    return head.deadline.value_or(Clock::time_point::max());
+    return {.due = head.deadline.value_or(Clock::time_point::max())};
   }
   const auto deadline =
       std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
   // Before its message is read, which would take longer than to refuse it. Without inputs Python
   // says which queue it joins.
+  RequestQueue::Place place;
   if (inputs() != nullptr) {
-    if (const Status status = queue_->Admit(deadline); !status.ok()) {
-      Refuse(call, head.arrived, status);
-      return std::nullopt;
+    auto admitted = queue_->Admit(deadline);
+    if (!admitted.ok()) {
+      const GrpcCode code = CodeOf(admitted.status());
+      counts_->Add(head.arrived, code);
+      return {.code = code, .text = admitted.status().message()};
     }
+    place = std::move(admitted).value();
   }
   Infer& infer = infers_[call];
   infer.head = head;
   infer.deadline = deadline;
-  return deadline;
+  infer.place = std::move(place);
+  return {.due = deadline};
 }
 
 void Front::OnMessage(CallId call, GrpcMessage message) {
@@ -236,6 +241,7 @@ void Front::OnEnd(CallId call) {
   }
   infer.submitted = std::make_shared<InferCall>(*this, call, infer, *std::move(request));
   infer.message.reset();
+  infer.place = {};
   if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }

@@ -67,11 +67,12 @@ class Front : private CallHandler {
     CallHead head;
     std::optional<GrpcMessage> message;
     net::Clock::time_point deadline;
+    RequestQueue::Place place;              // in the queue, until its message has arrived
     std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
     bool is_refused = false;               // and counted
   };
 
-  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override;
+  CallVerdict OnCall(CallId call, const CallHead& head) override;
   void OnMessage(CallId call, GrpcMessage message) override;
   void OnEnd(CallId call) override;
   void OnLate(CallId call) override;
