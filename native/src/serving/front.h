@@ -67,7 +67,7 @@ class Front : private CallHandler {
     CallHead head;
     std::optional<GrpcMessage> message;
     net::Clock::time_point deadline;
-    RequestQueue::Place place;              // in the queue, until its message has arrived
+    RequestQueue::Place place;             // in the queue, until its message has arrived
     std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
     bool is_refused = false;               // and counted
   };

@@ -32,7 +32,7 @@ struct GrpcShared {
   std::unordered_map<CallId, Place> calls;  // that are open
   CallId next_call = 1;
   const std::shared_ptr<HeldBytes> held_bytes = std::make_shared<HeldBytes>(0);
-  uint32_t num_refused = 0;  // since the server's thread last waited
+  uint32_t num_refused = 0;      // since the server's thread last waited
   uint32_t num_turned_away = 0;  // refused before their messages, since the last look at deadlines
   bool is_overloaded = false;    // many were, lately
 };
@@ -129,7 +129,7 @@ class GrpcConnection {
   Clock::time_point progress_at_;  // when it was accepted, or last took something while blocked
   uint32_t stream_window_;         // what a client may send of a call before it is read
   bool is_window_accepted_ = false;
-  bool has_begun_ = false;         // its client has begun a call; else it is not kept for long
+  bool has_begun_ = false;  // its client has begun a call; else it is not kept for long
 };
 
 }  // namespace persia::serving

@@ -138,7 +138,9 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
     const std::lock_guard lock(mutex_);
     PERSIA_RETURN_IF_ERROR(AdmitLocked(request->deadline(), request->size()));
     num_samples_ += request->size();
-    usual_samples_ += kLately * (request->size() - usual_samples_);
+    const double size = request->size();
+    usual_samples_ =
+        usual_samples_ == 0 ? size : usual_samples_ + kLately * (size - usual_samples_);
     waiting_.push_back(std::move(request));
   }
   changed_.notify_one();

@@ -132,8 +132,8 @@ class Batch {
 // Thread-safe. Must outlive its batches.
 class RequestQueue {
  public:
-  // That a request will have. Others are admitted as if it waited already. Movable; must not outlive
-  // the queue.
+  // That a request will have. Others are admitted as if it waited already. Movable; must not
+  // outlive the queue.
   class Place {
    public:
     Place() = default;
