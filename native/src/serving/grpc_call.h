@@ -26,6 +26,7 @@ struct CallHead {
   std::string peer;
   net::Clock::time_point arrived;  // when the bytes of the call did
   std::optional<net::Clock::time_point> deadline;
+  std::string draw_id;  // in the place of the ID of a request that has none and was drawn
 };
 
 struct GrpcMessage {
