@@ -307,13 +307,13 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
     codes = health_pb2.HealthCheckResponse
     while True:
         with using:
+            if (canary := inference.canary) is not None:
+                canary.reread_shares()  # the front draws by them without Python
             if (current := model.current) is not used:
                 # Requests that the front reads by the features of the version before are checked again.
                 _use_inputs(front, inference)
                 used = current
         is_ready = False
-        if (canary := inference.canary) is not None:
-            canary.reread_shares()  # the front draws by them without Python
         with asking:
             # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
             is_ready = await asyncio.to_thread(model.not_ready) is None

@@ -227,7 +227,7 @@ def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) 
 
 def message_of(content: bytes, encoding: str, max_bytes: int = 100) -> bytes:
     """What the call reads of a compressed message."""
-    call = Call(Mock(), 1, Limits(max_bytes, WAIT_S), ("/s/m", None, encoding, "peer", 0, None))
+    call = Call(Mock(), 1, Limits(max_bytes, WAIT_S), ("/s/m", None, encoding, "peer", 0, None, ""))
     call.arrive((content, True))
     return asyncio.run(call.message())
 
@@ -247,7 +247,7 @@ def test_compressed_messages_have_a_size() -> None:
 
 def test_an_unknown_compression_is_not_implemented() -> None:
     front = Mock()
-    call = Call(front, 1, Limits(100, WAIT_S), ("/s/m", None, "snappy", "peer", 0, None))
+    call = Call(front, 1, Limits(100, WAIT_S), ("/s/m", None, "snappy", "peer", 0, None, ""))
     call.arrive((b"abc", True))
     with pytest.raises(InvalidArgumentError, match="by 'snappy': send gzip"):
         asyncio.run(call.message())
