@@ -20,8 +20,9 @@ __all__ = ["Outcome", "closed_loop", "open_loop"]
 
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
-_MAX_CONCURRENT_STREAMS = 3  # a setting
+_MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE = 3, 4  # settings
 _FRAME_BYTES = 16384
+_HEAD_BYTES, _PREFIX_BYTES = 9, 5  # of a frame; of a message
 _WINDOW_BYTES = 2**31 - 1
 _DEFAULT_WINDOW = 65535
 _OUT_BYTES = 1 << 16  # waiting to be sent; more requests wait outside
@@ -36,20 +37,32 @@ class Outcome:
     failed_s: list[float] = field(default_factory=list)  # of those refused, from when each was sent
 
 
+def _head(size: int, kind: int, flags: int, stream: int) -> bytes:
+    return size.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+
+
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
+    return _head(len(payload), kind, flags, stream) + payload
 
 
 def _text(text: str) -> bytes:
     return bytes([len(text)]) + text.encode()
 
 
-def _header_block(timeout_s: float) -> bytes:
-    """Literals without an entry in the table, behind fields of the static one."""
-    path = f"/{SERVICE}/ModelInfer"
-    block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("server")
-    block += b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers")
-    return block + b"\x00" + _text("grpc-timeout") + _text(f"{max(1, int(timeout_s * 1e6))}u")
+# Header fields are literals without an entry in the table, behind fields of the static one.
+_FIELDS = b"\x83\x86\x04" + _text(f"/{SERVICE}/ModelInfer") + b"\x01" + _text("server")
+_FIELDS += b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers")
+_FIELDS += b"\x00" + _text("grpc-timeout")
+
+
+@dataclass
+class _Request:
+    due_s: float
+    sent_s: float
+    message: bytes
+    window: int  # of its stream
+    sent: int = 0  # bytes of the prefix and the message
+    has_answer: bool = False
 
 
 class _Connection:
@@ -57,7 +70,7 @@ class _Connection:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        settings = struct.pack(">HIHI", 1, 0, 4, _WINDOW_BYTES)
+        settings = struct.pack(">HIHI", 1, 0, _INITIAL_WINDOW_SIZE, _WINDOW_BYTES)
         self._socket.sendall(
             b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
             + _frame(_SETTINGS, 0, 0, settings)
@@ -66,8 +79,8 @@ class _Connection:
         self._socket.setblocking(False)
         self._out, self._in = bytearray(), bytearray()
         self._window, self._next = _DEFAULT_WINDOW, 1
-        self._most_open = 100  # until the server says otherwise
-        self._open: dict[int, tuple[float, float, bool]] = {}  # due, sent, whether a message came
+        self._stream_window, self._most_open = _DEFAULT_WINDOW, 100  # until the server says otherwise
+        self._open: dict[int, _Request] = {}
         self.outcome = Outcome()
 
     @property
@@ -80,18 +93,31 @@ class _Connection:
 
     def begin(self, message: bytes, due_s: float, timeout_s: float) -> None:
         stream, self._next = self._next, self._next + 2
-        body = b"\0" + struct.pack(">I", len(message)) + message
-        self._out += _frame(_HEADERS, _END_HEADERS, stream, _header_block(timeout_s))
-        for begin in range(0, len(body), _FRAME_BYTES):
-            piece = body[begin : begin + _FRAME_BYTES]
-            is_last = begin + _FRAME_BYTES >= len(body)
-            self._out += _frame(_DATA, _END_STREAM if is_last else 0, stream, piece)
-        self._window -= len(body)
-        self._open[stream] = (due_s, time.perf_counter(), False)
+        fields = _FIELDS + _text(f"{max(1, int(timeout_s * 1e6))}u")
+        self._out += _frame(_HEADERS, _END_HEADERS, stream, fields)
+        request = _Request(due_s, time.perf_counter(), message, self._stream_window)
+        self._open[stream] = request
+        self._pour(stream, request)
+
+    def _pour(self, stream: int, request: _Request) -> None:
+        """Sends as much of the body as the server permits."""
+        total = len(request.message) + _PREFIX_BYTES
+        while (size := min(_FRAME_BYTES, total - request.sent, request.window, self._window)) > 0:
+            if (begin := request.sent) == 0 and size < _PREFIX_BYTES:
+                break  # until it fits
+            request.sent += size
+            flags = _END_STREAM if request.sent == total else 0
+            self._out += _head(size, _DATA, flags, stream)
+            if begin == 0:
+                self._out += b"\0" + len(request.message).to_bytes(4, "big")
+            self._out += request.message[max(0, begin - _PREFIX_BYTES) : request.sent - _PREFIX_BYTES]
+            request.window -= size
+            self._window -= size
 
     def move(self, wait_s: float) -> None:
         """Sends and receives what can be moved now, or within `wait_s`."""
-        select.select([self._socket], [self._socket] if self._out else [], [], max(0.0, wait_s))
+        if wait_s > 0:
+            select.select([self._socket], [self._socket] if self._out else [], [], wait_s)
         try:
             if self._out:
                 del self._out[: self._socket.send(self._out)]
@@ -107,37 +133,56 @@ class _Connection:
         self._read_frames()
 
     def _read_frames(self) -> None:
-        begin = 0
-        while len(self._in) - begin >= 9:
-            size = int.from_bytes(self._in[begin : begin + 3], "big")
-            if len(self._in) - begin < 9 + size:
+        received, begin, end = bytes(self._in), 0, len(self._in)
+        while end - begin >= _HEAD_BYTES:
+            size = int.from_bytes(received[begin : begin + 3], "big")
+            next_begin = begin + _HEAD_BYTES + size
+            if next_begin > end:
                 break
-            kind, flags, stream = struct.unpack_from(">BBI", self._in, begin + 3)
-            self._take(kind, flags, stream, self._in[begin + 9 : begin + 9 + size])
-            begin += 9 + size
+            stream = int.from_bytes(received[begin + 5 : begin + _HEAD_BYTES], "big")
+            kind, flags = received[begin + 3], received[begin + 4]
+            self._take(kind, flags, stream, received[begin + _HEAD_BYTES : next_begin])
+            begin = next_begin
         del self._in[:begin]
 
-    def _take(self, kind: int, flags: int, stream: int, payload: bytearray) -> None:
-        if kind == _SETTINGS:
-            values = dict(struct.iter_unpack(">HI", payload))
-            self._most_open = values.get(_MAX_CONCURRENT_STREAMS, self._most_open)
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
         if kind in (_SETTINGS, _PING) and not flags & _ACK:
-            self._out += _frame(kind, _ACK, 0, b"" if kind == _SETTINGS else bytes(payload))
+            self._out += _frame(kind, _ACK, 0, b"" if kind == _SETTINGS else payload)
+            if kind == _SETTINGS:  # what they permit follows the frame that accepts them
+                self._use(dict(struct.iter_unpack(">HI", payload)))
         elif kind == _WINDOW and stream == 0:
+            was_empty = self._window == 0
             self._window += int.from_bytes(payload, "big")
+            if was_empty:
+                self._pour_all()
         elif kind == _GOAWAY:
-            raise ConnectionError(f"the server ends the connection: {bytes(payload)!r}")
-        elif kind in (_DATA, _HEADERS, _RST) and (known := self._open.get(stream)):
-            due_s, sent_s, has_message = known
-            if kind == _RST or flags & _END_STREAM:
-                del self._open[stream]
-                now = time.perf_counter()
-                if has_message:
-                    self.outcome.times_s.append(now - due_s)
-                else:
-                    self.outcome.failed_s.append(now - sent_s)
-            elif kind == _DATA:
-                self._open[stream] = (due_s, sent_s, True)
+            raise ConnectionError(f"the server ends the connection: {payload!r}")
+        elif (request := self._open.get(stream)) is None:
+            return
+        elif kind == _WINDOW:
+            request.window += int.from_bytes(payload, "big")
+            self._pour(stream, request)
+        elif kind == _RST or flags & _END_STREAM:
+            del self._open[stream]
+            now = time.perf_counter()
+            if request.has_answer:
+                self.outcome.times_s.append(now - request.due_s)
+            else:
+                self.outcome.failed_s.append(now - request.sent_s)
+        elif kind == _DATA:
+            request.has_answer = True
+
+    def _use(self, settings: dict[int, int]) -> None:
+        self._most_open = settings.get(_MAX_CONCURRENT_STREAMS, self._most_open)
+        window = settings.get(_INITIAL_WINDOW_SIZE, self._stream_window)
+        change, self._stream_window = window - self._stream_window, window
+        for request in self._open.values():
+            request.window += change
+        self._pour_all()
+
+    def _pour_all(self) -> None:
+        for stream, request in self._open.items():
+            self._pour(stream, request)
 
     def close(self) -> None:
         self._socket.close()

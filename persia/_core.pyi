@@ -105,6 +105,28 @@ class RequestQueue:
     @property
     def num_running(self) -> int: ...
 
+class Draw:
+    """Whether a request is of a share. Thread-safe."""
+
+    share: float  # from 0 to 1
+    def __init__(self, purpose: str, share: float) -> None: ...
+    def takes(self, id: bytes) -> bool:
+        """`id` empty: by chance. Servers agree about equal IDs; purposes are independent of each other."""
+
+class AnsweredRequests:
+    """Requests of a share, on their way to a thread that logs them. Thread-safe."""
+
+    def __init__(self, draw: Draw) -> None: ...
+    def offer(self, batch: Buffer) -> None:
+        """`batch`: of PersiaBatch.to_bytes. Never waits; dropped while too many wait."""
+
+    def next(self) -> bytes | None:
+        """Waits for the bytes of one; None: it is closed and empty."""
+
+    def close(self) -> None: ...
+    @property
+    def num_dropped(self) -> int: ...
+
 class ServingFront:
     """The gRPC port for predictions: plain requests join the queue, other calls become events."""
 
@@ -117,7 +139,13 @@ class ServingFront:
         max_calls: int,
         token_digest: bytes | None = None,
         tls: tuple[str, str, str] | None = None,
-    ) -> None: ...  # tls: certificate, key and CA of clients, or ""
+        canary: Draw | None = None,
+        shadow: Draw | None = None,
+        log: AnsweredRequests | None = None,
+    ) -> None:
+        """`tls`: certificate, key and CA of clients, or "". `canary`, `shadow`: of plain requests that Python
+        answers, the first one of those that ask for no version."""
+
     def start(self, host: str, port: int) -> int: ...
     def stop(self, timeout_s: float) -> None:
         """Begins no more calls; those under way are answered, or cut off after `timeout_s`."""
@@ -137,7 +165,8 @@ class ServingFront:
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:
         """(number of the call, kind, what it says) each: "call" (method, authorization, encoding, peer,
-        arrived [ns], deadline [ns] or None); "message" (bytes, is compressed); "end" None; "closed" None."""
+        arrived [ns], deadline [ns] or None, in place of a missing ID for draws, or ""); "message" (bytes, is
+        compressed); "end" None; "closed" None."""
 
     def send(self, call: int, message: bytes) -> None: ...
     def finish(self, call: int, code: int, text: str) -> None: ...

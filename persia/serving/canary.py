@@ -25,7 +25,7 @@ from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.gate import drift_of
 from persia.serving.predictor import ModelSettings, Version
 from persia.serving.protocol import message_of
-from persia.serving.sideline import Share, Sideline, is_drawn
+from persia.serving.sideline import Share, Sideline
 from persia.serving.statistics import ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.location import Location
@@ -123,7 +123,8 @@ class Canary:
     def __init__(
         self, settings: ModelSettings, options: CanaryOptions, batching: BatchingOptions, num_threads: int
     ) -> None:
-        self._share, self._shadow_share = Share(options.share), Share(options.shadow_share)
+        self.share = Share(options.share, CANARY)
+        self.shadow_share = Share(options.shadow_share, "shadow")
         self.trial = Trial(options)
         self.statistics = ServingStatistics()  # of requests that it was to answer
         self.model: ServedModel | None = None  # until it is loaded
@@ -161,11 +162,16 @@ class Canary:
 
     def takes(self, request_id: str) -> bool:
         """Whether it is to answer a request that asks for no version."""
-        return self._is_drawn(self._share, request_id, CANARY)
+        return self._is_used and self.share.takes(request_id)
+
+    def reread_shares(self) -> None:
+        """Reads their files again if that is due."""
+        for share in (self.share, self.shadow_share):
+            _ = share.value
 
     def shadow(self, batch: PersiaBatch, answer: Prediction, request_id: str) -> None:
         """Computes a request that the stable version has answered once more, if it is of the share."""
-        if self._is_drawn(self._shadow_share, request_id, "shadow"):
+        if self._is_used and self.shadow_share.takes(request_id):
             self._shadows.offer((batch, answer))
 
     def judge(
@@ -179,8 +185,8 @@ class Canary:
     def status(self) -> dict[str, Any]:
         return {
             "version": self.version,
-            "share": self._share.value,
-            "shadow_share": self._shadow_share.value,
+            "share": self.share.value,
+            "shadow_share": self.shadow_share.value,
             "rolled_back": self.rolled_back,
             "error": self.error,
             "drift": self.trial.drift,
@@ -214,11 +220,9 @@ class Canary:
         if self.model is not None:
             self.model.close()
 
-    def _is_drawn(self, share: Share, request_id: str, purpose: str) -> bool:
-        value = share.value
-        if value == 0 or self.model is None or self.rolled_back:
-            return False
-        return is_drawn(value, request_id, purpose)
+    @property
+    def _is_used(self) -> bool:
+        return self.model is not None and not self.rolled_back
 
     def _predict(self, batch: PersiaBatch) -> Prediction:
         if self.model is None:

@@ -30,7 +30,8 @@ class Call:
         self.authorization: str | None
         self.begin_ns: int  # of time.monotonic_ns(), when its bytes arrived
         deadline_ns: int | None  # the client's
-        self.method, self.authorization, self._encoding, self.peer, self.begin_ns, deadline_ns = said
+        self.method, self.authorization, self._encoding, self.peer, self.begin_ns, deadline_ns, drawn = said
+        self.draw_id: str = drawn  # of a plain request without an ID, by which the front has drawn
         self._deadline_ns = math.inf if deadline_ns is None else deadline_ns
         if self.method not in limits.endless:
             self._deadline_ns = min(self._deadline_ns, self.begin_ns + limits.timeout_s * 1e9)

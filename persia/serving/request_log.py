@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from persia._native import AnsweredRequests
 from persia.embedding.data import PersiaBatch
 from persia.errors import StorageError
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import lower_priority
 from persia.observability.exposition import Families, Row
-from persia.serving.sideline import Sideline, is_drawn
+from persia.serving.sideline import Share
 
 _COUNTERS: list[Row] = [
     ("persia_serving_requests_logged", "num_written", "Requests written to --request-log."),
     ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged for lack of time."),
 ]
+_CLOSE_S = 5.0
 _PRIVATE = 0o600  # requests are data of users
 
 
@@ -44,21 +48,26 @@ class RequestLog:
             self._open()
         except OSError as failure:
             raise StorageError(f"--request-log cannot be written: {failure}") from failure
-        self._sideline = Sideline("persia-request-log", self._write)
+        self._share = Share(options.log_share, "log")
+        self.answered = AnsweredRequests(self._share.draw)  # also offered by the gRPC port
+        self._thread = threading.Thread(target=self._run, name="persia-request-log", daemon=True)
+        self._thread.start()
 
     def offer(self, batch: PersiaBatch, request_id: str) -> None:
-        if is_drawn(self._options.log_share, request_id, "log"):
-            self._sideline.offer(batch)
+        if self._share.takes(request_id):
+            self.answered.offer(batch.to_bytes())
 
     def status(self) -> dict[str, Any]:
-        dropped = self._sideline.num_dropped
+        dropped = self.answered.num_dropped
         return {"num_written": self._num_written, "num_dropped": dropped, "error": self._error}
 
     def add_metrics(self, families: Families) -> None:
         families.counters(_COUNTERS, self.status())
 
     def close(self) -> None:
-        self._sideline.close()
+        """Writes what waits, for at most five seconds."""
+        self.answered.close()
+        self._thread.join(_CLOSE_S)
         # A thread that still writes must not find another file under this number.
         file, self._file = self._file, -1
         os.close(file)
@@ -75,8 +84,12 @@ class RequestLog:
             os.close(self._file)
         self._file, self._num_bytes = file, 0
 
-    def _write(self, batch: PersiaBatch) -> None:
-        content = batch.to_bytes()
+    def _run(self) -> None:
+        lower_priority()  # requests that wait for an answer come first
+        while (content := self.answered.next()) is not None:
+            self._write(content)
+
+    def _write(self, content: bytes) -> None:
         try:
             if self._num_bytes and self._num_bytes + len(content) > self._options.max_log_bytes:
                 self._open()

@@ -143,7 +143,7 @@ def _check_ports(options: ServingOptions) -> None:
 
 
 def _front(inference: Inference, options: ServingOptions, access: Access, max_requests: int) -> ServingFront:
-    tls = access.tls
+    tls, canary, log = access.tls, inference.canary, inference.request_log
     return ServingFront(
         inference.batcher.queue,
         inference.statistics.requests,
@@ -152,14 +152,14 @@ def _front(inference: Inference, options: ServingOptions, access: Access, max_re
         max_requests,
         None if access.check is None else access.check.token_digest,
         None if tls is None else (str(tls.certificate), str(tls.key), str(tls.ca or "")),
+        None if canary is None else canary.share.draw,
+        None if canary is None else canary.shadow_share.draw,
+        None if log is None else log.answered,
     )
 
 
 def _use_inputs(front: ServingFront, inference: Inference) -> None:
     """Tells the front which requests are plain, so that it answers them without Python."""
-    # Whatever else is done with a request is done in Python.
-    if inference.canary is not None or inference.request_log is not None:
-        return
     settings, signature = inference.model.settings, inference.model.signature
     limits = inference.model.current.predictor.id_limits
     ids: Sequence[IdInput] = () if signature is None else signature.ids
@@ -307,6 +307,8 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
     codes = health_pb2.HealthCheckResponse
     while True:
         with using:
+            if (canary := inference.canary) is not None:
+                canary.reread_shares()  # the front draws by them without Python
             if (current := model.current) is not used:
                 # Requests that the front reads by the features of the version before are checked again.
                 _use_inputs(front, inference)

@@ -13,7 +13,7 @@ from persia.serving.grpc_port import Call, Handler
 from persia.serving.inference import Inference
 from persia.serving.protocol import METHODS, SERVICE, parsed, reply_of, status_of, tensors_of
 
-_Method = Callable[[Any, float], Any]  # answers with a message, or the dict of one, now or later
+_Method = Callable[[Any, Call], Any]  # answers with a message, or the dict of one, now or later
 
 _COUNTED = "ModelInfer"  # the others are asked for by probes
 
@@ -42,15 +42,15 @@ class Servicer:
             for name, request, reply in METHODS
         }
 
-    async def _ready(self, request: Any, _left_s: float) -> dict[str, Any]:
+    async def _ready(self, request: Any, _call: Call) -> dict[str, Any]:
         if hasattr(request, "name"):
             self.inference.check_model(request.name, request.version)
         return {"ready": await self.inference.is_ready()}
 
-    async def _infer(self, request: Any, left_s: float) -> Any:
+    async def _infer(self, request: Any, call: Call) -> Any:
         tensors = tensors_of(request)
         prediction = await self.inference.infer(
-            request.model_name, request.model_version, tensors, left_s, request.id
+            request.model_name, request.model_version, tensors, call.left_s, request.id or call.draw_id
         )
         return reply_of(request, self.inference.model.settings.name, prediction)
 
@@ -62,7 +62,7 @@ class Servicer:
                 # Before it is parsed: behind a long queue nobody waits for the answer any more.
                 if call.left_s <= 0:
                     raise DeadlineExceededError("the request's deadline passed before it was read")
-                found = method(parsed(request_class, content), call.left_s)
+                found = method(parsed(request_class, content), call)
                 found = await found if isinstance(found, Awaitable) else found
                 reply = ParseDict(found, reply_class()) if isinstance(found, dict) else found
                 call.send(reply.SerializeToString())

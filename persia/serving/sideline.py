@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from persia._native import Draw
 from persia.errors import InvalidArgumentError
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool, lower_priority
@@ -50,19 +49,6 @@ class Sideline(Generic[_T]):
             get_default_logger().exception("%s failed", self._name)
 
 
-def is_drawn(share: float, request_id: str, purpose: str) -> bool:
-    """Whether a request is of the share. Servers agree about equal IDs; without an ID it is left to chance.
-
-    Draws for different purposes are independent of each other.
-    """
-    if not request_id:
-        return random.random() < share
-    # IDs of JSON may have half a surrogate pair.
-    text = request_id.encode(errors="surrogatepass")
-    digest = hashlib.blake2b(text, digest_size=8, person=purpose.encode()).digest()
-    return int.from_bytes(digest, "little") < share * 2**64
-
-
 class Share:
     """A share of requests: a number, or a file with one, which may change while requests are drawn.
 
@@ -72,9 +58,11 @@ class Share:
     Raises InvalidArgumentError for a file that has no number from 0 to 1. Later the share stays as it was.
     """
 
-    def __init__(self, source: float | Path) -> None:
+    def __init__(self, source: float | Path, purpose: str) -> None:
+        """Draws for different purposes are independent of each other."""
         self._path = source if isinstance(source, Path) else None
-        self._value = _share_of(source) if isinstance(source, Path) else source
+        share = _share_of(source) if isinstance(source, Path) else source
+        self.draw = Draw(purpose, share)  # has the share that was read last
         self._read_at, self._error = time.monotonic(), ""
 
     @property
@@ -82,17 +70,23 @@ class Share:
         """From 0 to 1."""
         now = time.monotonic()
         if self._path is not None and now >= self._read_at + _REREAD_S:
-            self._read_at, before, error = now, self._value, ""
+            self._read_at, before, error = now, self.draw.share, ""
             try:
-                self._value = _share_of(self._path)
+                self.draw.share = _share_of(self._path)
             except InvalidArgumentError as unreadable:
                 error = str(unreadable)
-            if self._value != before:
-                get_default_logger().info("%s: the share is now %g", self._path, self._value)
+            if self.draw.share != before:
+                get_default_logger().info("%s: the share is now %g", self._path, self.draw.share)
             if error and error != self._error:
-                get_default_logger().error("%s; the share stays %g", error, self._value)
+                get_default_logger().error("%s; the share stays %g", error, self.draw.share)
             self._error = error
-        return self._value
+        return self.draw.share
+
+    def takes(self, request_id: str) -> bool:
+        """Whether a request is of the share. Servers agree about equal IDs; without an ID it is left to
+        chance."""
+        # IDs of JSON may have half a surrogate pair.
+        return self.value > 0 and self.draw.takes(request_id.encode(errors="surrogatepass"))
 
 
 def _share_of(path: Path) -> float:

@@ -150,13 +150,13 @@ def no_job() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def one_model(folder: Path) -> Iterator[Served]:
+def one_model(folder: Path, *arguments: str) -> Iterator[Served]:
     """A server for all tests of a module."""
     with no_job():
         (folder / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS))
         dump(folder / "model", factor=2.0, step=7)
         config = str(folder / "embedding_config.yml")
-        served = Served(folder, str(folder / "model"), "--embedding-config", config)
+        served = Served(folder, str(folder / "model"), "--embedding-config", config, *arguments)
         yield served
         assert served.stop() == 0
 

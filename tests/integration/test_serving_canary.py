@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from persia.embedding.data import split_batches
 from persia.launcher import cli
 from persia.serving.gate import Gate
-from persia.serving.sideline import is_drawn
+from persia.serving.sideline import Share
 from tests.ports import free_port
 
 from .test_serving import Model, Served, config, dump, make_batch, no_cluster, refused, start, tensor
@@ -84,8 +84,9 @@ def test_a_canary_has_a_label_and_a_share(start: Callable[..., Served], tmp_path
         assert over_http(http_port, f"/v2/models/m/versions/{version}", "")["model_version"] == expected[0]
     assert "no version '3' here, but '1' and, as canary, '2'" in served.refusal(MESSAGE, model_version="3")
     # The share is drawn by the request's ID, so that all servers agree.
+    drawn = Share(0.5, "canary")
     for number in range(16):
-        expected = CANARY if is_drawn(0.5, f"r{number}", "canary") else STABLE
+        expected = CANARY if drawn.takes(f"r{number}") else STABLE
         assert served.infer(MESSAGE, request_id=f"r{number}") == expected
         assert over_http(http_port, "/v2/models/m", f"r{number}")["model_version"] == expected[0]
     assert list(served.client.get_model_metadata("m").versions) == ["1", "2"]

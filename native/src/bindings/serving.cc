@@ -176,6 +176,39 @@ void BindCounts(py::module_& module) {
            [](const RequestCounts& self) { return SnapshotToTuple(self.durations().snapshot()); });
 }
 
+// ---- draws, and what is logged
+
+void BindDraws(py::module_& module) {
+  py::class_<Draw, std::shared_ptr<Draw>>(module, "Draw")
+      .def(py::init<std::string, double>(), py::arg("purpose"), py::arg("share"))
+      .def_property("share", &Draw::share, &Draw::set_share)
+      .def(
+          "takes",
+          [](const Draw& self, const py::bytes& id) { return self.Takes(std::string_view(id)); },
+          py::arg("id"));
+  py::class_<AnsweredRequests, std::shared_ptr<AnsweredRequests>>(module, "AnsweredRequests")
+      .def(py::init([](const std::shared_ptr<Draw>& draw) {
+             return std::make_shared<AnsweredRequests>(draw);
+           }),
+           py::arg("draw"))
+      .def(
+          "offer",
+          [](AnsweredRequests& self, const py::buffer& batch) {
+            const BytesArgument bytes(batch, "batch");
+            const auto content = bytes.bytes();
+            self.Offer(std::vector<std::byte>(content.begin(), content.end()));
+          },
+          py::arg("batch"))
+      .def("next",
+           [](AnsweredRequests& self) -> py::object {
+             const auto next = WithoutGil([&] { return self.Next(); });
+             if (!next.has_value()) return py::none();
+             return BytesOf(ValueOrRaise(*next));
+           })
+      .def("close", Blocking(&AnsweredRequests::Close))
+      .def_property_readonly("num_dropped", &AnsweredRequests::num_dropped);
+}
+
 // ---- the port
 
 // It joins the network's thread.
@@ -189,8 +222,13 @@ std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
     std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts,
     std::chrono::milliseconds timeout, uint64_t max_message_bytes, uint32_t max_calls,
     const std::optional<py::bytes>& token_digest,
-    const std::optional<std::tuple<std::string, std::string, std::string>>& tls) {
+    const std::optional<std::tuple<std::string, std::string, std::string>>& tls,
+    std::shared_ptr<Draw> canary, std::shared_ptr<Draw> shadow,
+    std::shared_ptr<AnsweredRequests> log) {
   FrontOptions options;
+  options.canary = std::move(canary);
+  options.shadow = std::move(shadow);
+  options.log = std::move(log);
   options.timeout = timeout;
   options.grpc.max_message_bytes = max_message_bytes;
   // A few of the largest always fit.
@@ -251,7 +289,7 @@ py::object SaidBy(const CallEvent& event) {
       if (event.head.deadline.has_value()) deadline_ns = py::int_(ToNs(*event.head.deadline));
       return py::make_tuple(TextOf(event.head.method), TextOf(event.head.authorization),
                             TextOf(event.head.encoding), event.head.peer, ToNs(event.head.arrived),
-                            deadline_ns);
+                            deadline_ns, event.head.draw_id);
     }
     case CallEvent::Kind::kMessage:
       return py::make_tuple(BytesOf(event.message.bytes), event.message.is_compressed);
@@ -275,7 +313,8 @@ void BindFront(py::module_& module) {
   py::class_<Front, std::unique_ptr<Front, DeleteWithoutGil>>(module, "ServingFront")
       .def(py::init(&MakeFront), py::arg("queue"), py::arg("counts"), py::arg("timeout_s"),
            py::arg("max_message_bytes"), py::arg("max_calls"),
-           py::arg("token_digest") = std::nullopt, py::arg("tls") = std::nullopt)
+           py::arg("token_digest") = std::nullopt, py::arg("tls") = std::nullopt,
+           py::arg("canary") = nullptr, py::arg("shadow") = nullptr, py::arg("log") = nullptr)
       .def("start", Blocking(&Front::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&Front::Stop), py::arg("timeout_s"))
       .def("set_inputs", &SetInputs, py::arg("model_name"), py::arg("ids"), py::arg("dense"),
@@ -301,6 +340,7 @@ void BindFront(py::module_& module) {
 void BindServing(py::module_& module) {
   BindQueue(module);
   BindCounts(module);
+  BindDraws(module);
   BindFront(module);
 }
 

@@ -50,13 +50,16 @@ class Front::Outlet {
 };
 
 // A request that was submitted, answered by the thread that computes its batch.
-class Front::InferCall : public Waiting {
+class Front::InferCall : public Waiting, public std::enable_shared_from_this<InferCall> {
  public:
-  InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request)
+  // `log`: of those that it is drawn for; null: none.
+  InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request,
+            std::shared_ptr<AnsweredRequests> log)
       : Waiting(std::move(request.samples), infer.deadline),
         outlet_(front.outlet_),
         held_(infer.message->held),
         counts_(front.counts_),
+        log_(std::move(log)),
         call_(call),
         arrived_(infer.head.arrived),
         id_(std::move(request.id)),
@@ -74,6 +77,7 @@ class Front::InferCall : public Waiting {
     if (!End(GrpcCode::kOk)) return;
     std::string reply = EncodeInferResponse(prediction, id_, positions_, begin, size());
     outlet_->With([&](GrpcServer& server) { server.Reply(call_, std::move(reply)); });
+    if (log_ != nullptr) log_->Offer(shared_from_this());
   }
   void Fail(GrpcCode code, const std::string& message) override {
     if (!End(code)) return;
@@ -93,6 +97,7 @@ class Front::InferCall : public Waiting {
   const std::shared_ptr<Outlet> outlet_;
   const std::shared_ptr<CallBytes> held_;  // while its samples wait, also without its client
   const std::shared_ptr<RequestCounts> counts_;
+  const std::shared_ptr<AnsweredRequests> log_;
   const CallId call_;
   const Clock::time_point arrived_;
   const std::string id_;
@@ -172,26 +177,31 @@ bool Front::HasToken(const CallHead& head) const {
   return CRYPTO_memcmp(digest.data(), options_.token_digest->data(), digest.size()) == 0;
 }
 
-std::optional<Clock::time_point> Front::OnCall(CallId call, const CallHead& head) {
+CallVerdict Front::OnCall(CallId call, const CallHead& head) {
   // Python also answers who has no token, so that refusals are worded and recorded once.
   if (head.method != kModelInfer || !HasToken(head)) {
     Push({.kind = CallEvent::Kind::kCall, .call = call, .head = head});
-    return head.deadline.value_or(Clock::time_point::max());
+    return {.due = head.deadline.value_or(Clock::time_point::max())};
   }
   const auto deadline =
       std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
   // Before its message is read, which would take longer than to refuse it. Without inputs Python
   // says which queue it joins.
+  RequestQueue::Place place;
   if (inputs() != nullptr) {
-    if (const Status status = queue_->Admit(deadline); !status.ok()) {
-      Refuse(call, head.arrived, status);
-      return std::nullopt;
+    auto admitted = queue_->Admit(deadline);
+    if (!admitted.ok()) {
+      const GrpcCode code = CodeOf(admitted.status());
+      counts_->Add(head.arrived, code);
+      return {.code = code, .text = admitted.status().message()};
     }
+    place = std::move(admitted).value();
   }
   Infer& infer = infers_[call];
   infer.head = head;
   infer.deadline = deadline;
-  return deadline;
+  infer.place = std::move(place);
+  return {.due = deadline};
 }
 
 void Front::OnMessage(CallId call, GrpcMessage message) {
@@ -229,16 +239,35 @@ void Front::OnEnd(CallId call) {
     }
     request = std::move(read).value();
   }
+  std::shared_ptr<AnsweredRequests> log;
+  if (request.has_value()) {
+    const bool is_drawn = options_.canary != nullptr || options_.log != nullptr;
+    const std::string draw_id = is_drawn && request->id.empty() ? RandomId() : request->id;
+    if (options_.log != nullptr && options_.log->draw().Takes(draw_id)) log = options_.log;
+    if (IsForPython(*request, draw_id)) {
+      infer.head.draw_id = draw_id;
+      request.reset();
+    }
+  }
   if (!request.has_value()) {
     HandOver(call, &infer);
     infers_.erase(found);
     return;
   }
-  infer.submitted = std::make_shared<InferCall>(*this, call, infer, *std::move(request));
+  infer.submitted =
+      std::make_shared<InferCall>(*this, call, infer, *std::move(request), std::move(log));
   infer.message.reset();
+  infer.place = {};
   if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }
+}
+
+bool Front::IsForPython(const InferRequest& request, const std::string& draw_id) const {
+  if (options_.canary != nullptr && !request.is_stable && options_.canary->Takes(draw_id)) {
+    return true;
+  }
+  return options_.shadow != nullptr && options_.shadow->Takes(draw_id);
 }
 
 // Python's reader takes it or explains what is wrong.

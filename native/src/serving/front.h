@@ -14,6 +14,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "serving/answered_requests.h"
+#include "serving/draw.h"
 #include "serving/grpc_call.h"
 #include "serving/grpc_server.h"
 #include "serving/infer_request.h"
@@ -27,6 +29,10 @@ struct FrontOptions {
   std::chrono::nanoseconds timeout = std::chrono::seconds(10);  // of requests without a deadline
   // SHA-256 of the token that requests need to be answered without Python; none: no token is.
   std::optional<std::array<unsigned char, 32>> token_digest;
+  // Plain requests that Python is to answer: those that ask for no version, and any. Null: none.
+  std::shared_ptr<const Draw> canary;
+  std::shared_ptr<const Draw> shadow;
+  std::shared_ptr<AnsweredRequests> log;  // null: none
 };
 
 // What happened to a call that Python answers.
@@ -67,17 +73,19 @@ class Front : private CallHandler {
     CallHead head;
     std::optional<GrpcMessage> message;
     net::Clock::time_point deadline;
+    RequestQueue::Place place;             // in the queue, until its message has arrived
     std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
     bool is_refused = false;               // and counted
   };
 
-  std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) override;
+  CallVerdict OnCall(CallId call, const CallHead& head) override;
   void OnMessage(CallId call, GrpcMessage message) override;
   void OnEnd(CallId call) override;
   void OnLate(CallId call) override;
   void OnRefused(CallId call, GrpcCode code) override;
   void OnClosed(CallId call) override;
 
+  bool IsForPython(const InferRequest& request, const std::string& draw_id) const;
   bool HasToken(const CallHead& head) const;
   void HandOver(CallId call, Infer* infer);
   void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);

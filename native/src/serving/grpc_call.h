@@ -26,6 +26,7 @@ struct CallHead {
   std::string peer;
   net::Clock::time_point arrived;  // when the bytes of the call did
   std::optional<net::Clock::time_point> deadline;
+  std::string draw_id;  // in the place of the ID of a request that has none and was drawn
 };
 
 struct GrpcMessage {
@@ -34,14 +35,20 @@ struct GrpcMessage {
   std::shared_ptr<CallBytes> held;  // kept as long as the bytes, or what was made of them
 };
 
+// What becomes of a call that begins.
+struct CallVerdict {
+  net::Clock::time_point due = net::Clock::time_point::max();  // when OnLate is to be called
+  GrpcCode code = GrpcCode::kOk;  // another one: it is refused, and the handler hears no more of it
+  std::string text = {};          // of a refusal
+};
+
 // Called on the server's thread alone, and must not block it.
 class CallHandler {
  public:
   virtual ~CallHandler() = default;
 
-  // Returns when OnLate is to be called; max(): never. None: the handler has refused the call, by
-  // GrpcServer::Finish, and hears no more of it.
-  virtual std::optional<net::Clock::time_point> OnCall(CallId call, const CallHead& head) = 0;
+  // Before any of its messages.
+  virtual CallVerdict OnCall(CallId call, const CallHead& head) = 0;
   virtual void OnMessage(CallId call, GrpcMessage message) = 0;
   // The client sends no more messages.
   virtual void OnEnd(CallId call) = 0;

@@ -19,7 +19,6 @@ constexpr int kMaxReads = 32;               // before other connections have the
 constexpr size_t kMaxOutBytes = 256 << 10;  // framed before they are sent
 // What a client may send before we have looked at it. Were it more, requests would wait in buffers
 // of the system, where their deadlines are not seen.
-constexpr uint32_t kStreamWindow = 1 << 20;
 constexpr int32_t kConnectionWindow = 1 << 20;
 // Calls of one client under way; it waits itself where it has more.
 constexpr uint32_t kMinStreams = 100;
@@ -34,6 +33,8 @@ nghttp2_option* Options() {
 #if NGHTTP2_VERSION_NUM >= 0x013200
     nghttp2_option_set_no_rfc9113_leading_and_trailing_ws_validation(made, 1);
 #endif
+    // A call that is refused gets no more bytes.
+    nghttp2_option_set_no_auto_window_update(made, 1);
     // Nothing is asked of them, and a client could leave as many as it may open.
     nghttp2_option_set_no_closed_streams(made, 1);
 #ifdef PERSIA_NGHTTP2_LIMITS_RESETS
@@ -65,7 +66,8 @@ GrpcConnection::GrpcConnection(net::UniqueFd socket, uint64_t tag, std::string p
       shared_(*shared),
       tls_(MakeTls(shared->options, socket_.get())),
       read_at_(Clock::now()),
-      progress_at_(read_at_) {
+      progress_at_(read_at_),
+      stream_window_(kStreamWindow) {
   // It fails for want of memory alone.
   if (nghttp2_session_server_new2(&session_, Callbacks(), this, Options()) != 0) {
     throw std::bad_alloc();
@@ -189,6 +191,7 @@ bool GrpcConnection::CheckTimes(Clock::time_point now) {
     Flush();
     return false;
   }
+  if (!shared_.is_overloaded) UseWindow(kStreamWindow);
   EndLateStreams(latest);
   std::vector<Stream*> due;
   for (const auto& [id, stream] : streams_) {

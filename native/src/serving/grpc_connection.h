@@ -32,7 +32,9 @@ struct GrpcShared {
   std::unordered_map<CallId, Place> calls;  // that are open
   CallId next_call = 1;
   const std::shared_ptr<HeldBytes> held_bytes = std::make_shared<HeldBytes>(0);
-  uint32_t num_refused = 0;  // since the server's thread last waited
+  uint32_t num_refused = 0;      // since the server's thread last waited
+  uint32_t num_turned_away = 0;  // refused before their messages, since the last look at deadlines
+  bool is_overloaded = false;    // many were, lately
 };
 
 // Not thread-safe: all of it runs on the server's thread.
@@ -89,6 +91,10 @@ class GrpcConnection {
 
   Stream* Find(int32_t id);
   void BeginCall(Stream* stream);
+  void TurnAway(Stream* stream, GrpcCode code, std::string text);
+  void UseWindow(uint32_t size);
+  void Widen(Stream* stream);
+  void OnSettingsAccepted();
   void TakeHeader(Stream* stream, std::string_view name, std::string_view value);
   void TakeData(Stream* stream, std::span<const std::byte> data);
   void TakeMessage(Stream* stream);
@@ -121,7 +127,9 @@ class GrpcConnection {
   bool is_broken_ = false;
   Clock::time_point read_at_;      // when the last bytes arrived
   Clock::time_point progress_at_;  // when it was accepted, or last took something while blocked
-  bool has_begun_ = false;         // its client has begun a call; else it is not kept for long
+  uint32_t stream_window_;         // what a client may send of a call before it is read
+  bool is_window_accepted_ = false;
+  bool has_begun_ = false;  // its client has begun a call; else it is not kept for long
 };
 
 }  // namespace persia::serving

@@ -13,6 +13,8 @@ constexpr size_t kFirstBytes = 64 << 10;  // that are reserved for a message bef
 // No method needs more, and each costs more than its bytes.
 constexpr uint32_t kMaxMessages = 256;
 constexpr size_t kMaxMethodBytes = 256;  // longer than any method; the rest is not kept
+// While many calls are refused. Small requests still need no turn of the network.
+constexpr uint32_t kNarrowWindow = 1 << 10;
 
 }  // namespace
 
@@ -61,6 +63,9 @@ void GrpcConnection::TakeHeader(Stream* stream, std::string_view name, std::stri
 
 int GrpcConnection::OnFrame(nghttp2_session*, const nghttp2_frame* frame, void* self) {
   auto& connection = *static_cast<GrpcConnection*>(self);
+  if (frame->hd.type == NGHTTP2_SETTINGS && (frame->hd.flags & NGHTTP2_FLAG_ACK) != 0) {
+    connection.OnSettingsAccepted();
+  }
   if (frame->hd.type != NGHTTP2_HEADERS && frame->hd.type != NGHTTP2_DATA) return 0;
   Stream* stream = connection.Find(frame->hd.stream_id);
   if (stream == nullptr) return 0;
@@ -79,27 +84,66 @@ void GrpcConnection::BeginCall(Stream* stream) {
   }
   if (!stream->is_post || !stream->is_grpc) return RefuseHttp(stream, "415");
   if (shared_.calls.size() >= shared_.options.max_calls) {
-    return Finish(stream->id, GrpcCode::kResourceExhausted,
-                  "as many requests as this server holds are under way (--max-queued): try again "
-                  "later, or ask another server");
+    return TurnAway(stream, GrpcCode::kResourceExhausted,
+                    "as many requests as this server holds are under way (--max-queued): try "
+                    "again later, or ask another server");
   }
-  stream->call = shared_.next_call++;
+  const CallId call = shared_.next_call++;
+  CallVerdict verdict = shared_.handler.OnCall(call, stream->head);
+  if (verdict.code != GrpcCode::kOk) {
+    return TurnAway(stream, verdict.code, std::move(verdict.text));
+  }
+  stream->call = call;
+  stream->due = verdict.due;
   stream->held = std::make_shared<CallBytes>(shared_.held_bytes);
-  shared_.calls[stream->call] = {this, stream->id};
-  const auto due = shared_.handler.OnCall(stream->call, stream->head);
-  if (!due.has_value()) {
-    shared_.calls.erase(stream->call);
-  } else {
-    stream->due = *due;
+  shared_.calls[call] = {this, stream->id};
+}
+
+// A call that the handler does not know. Where there are many, the client is to learn of it before
+// it sends the message.
+void GrpcConnection::TurnAway(Stream* stream, GrpcCode code, std::string text) {
+  ++shared_.num_turned_away;
+  if (shared_.is_overloaded) UseWindow(kNarrowWindow);
+  Finish(stream->id, code, std::move(text));
+}
+
+void GrpcConnection::UseWindow(uint32_t size) {
+  if (stream_window_ == size || !is_window_accepted_) return;
+  stream_window_ = size;
+  is_window_accepted_ = false;
+  const nghttp2_settings_entry setting = {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, size};
+  Check(nghttp2_submit_settings(session_, NGHTTP2_FLAG_NONE, &setting, 1));
+}
+
+// A new size counts from here on, also for calls that have begun.
+void GrpcConnection::OnSettingsAccepted() {
+  is_window_accepted_ = true;
+  if (stream_window_ == kStreamWindow) return;
+  for (const auto& [id, stream] : streams_) {
+    if (!stream->is_finished && !stream->has_ended) Widen(stream.get());
   }
+}
+
+// Lets the client send the rest of a call that was admitted.
+void GrpcConnection::Widen(Stream* stream) {
+  Check(nghttp2_session_set_local_window_size(session_, NGHTTP2_FLAG_NONE, stream->id,
+                                              kStreamWindow));
 }
 
 int GrpcConnection::OnData(nghttp2_session*, uint8_t, int32_t id, const uint8_t* data, size_t size,
                            void* self) {
   auto& connection = *static_cast<GrpcConnection*>(self);
-  if (Stream* stream = connection.Find(id); stream != nullptr) {
+  Stream* stream = connection.Find(id);
+  if (stream != nullptr) {
     connection.TakeData(stream, {reinterpret_cast<const std::byte*>(data), size});
   }
+  if (stream == nullptr || stream->is_finished) {
+    connection.Check(nghttp2_session_consume_connection(connection.session_, size));
+    return 0;
+  }
+  connection.Check(nghttp2_session_consume(connection.session_, id, size));
+  const bool is_within_message = stream->prefix_bytes != 0;
+  if (is_within_message && connection.stream_window_ < kStreamWindow) connection.Widen(stream);
   return 0;
 }
 

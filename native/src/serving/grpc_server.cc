@@ -23,6 +23,8 @@ constexpr int kMaxEvents = 64;                   // before answers have their tu
 constexpr int kMaxAccepts = 64;                  // before the accepted are read
 constexpr size_t kMaxUnproven = 128;             // that close others; more close each other
 constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
+constexpr uint32_t kManyRefusals = 10;           // of calls, between them
+constexpr std::chrono::seconds kOverload{1};     // lasts so long after them
 
 void Signal(int fd) {
   const uint64_t one = 1;
@@ -290,6 +292,10 @@ void GrpcServer::Remove(uint64_t tag) { connections_.erase(tag); }
 
 void GrpcServer::OnTimer() {
   const auto now = Clock::now();
+  if (std::exchange(shared_.num_turned_away, 0) >= kManyRefusals) {
+    overloaded_until_ = now + kOverload;
+  }
+  shared_.is_overloaded = now < overloaded_until_;
   std::vector<uint64_t> ended;
   for (const auto& [tag, connection] : connections_) {
     if (!connection->CheckTimes(now)) ended.push_back(tag);

@@ -82,6 +82,7 @@ class GrpcServer {
   std::unordered_set<uint64_t> touched_;  // may have something to write
   uint64_t next_tag_ = 0;
   net::Clock::time_point accept_at_ = net::Clock::time_point::max();
+  net::Clock::time_point overloaded_until_;
   bool is_draining_ = false;
 
   std::mutex mutex_;  // guards what follows

@@ -13,6 +13,7 @@ namespace persia::serving {
 
 constexpr size_t kPrefixBytes = 5;  // of a message: whether it is compressed, its length
 constexpr size_t kMaxHeaderBytes = 16 << 10;
+constexpr int32_t kStreamWindow = 1 << 20;
 
 inline std::string_view View(const uint8_t* bytes, size_t size) {
   return {reinterpret_cast<const char*>(bytes), size};

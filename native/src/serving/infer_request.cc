@@ -349,12 +349,14 @@ std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) 
 }
 
 std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) {
-  const bool any_version = message->model_version.empty() || message->model_version == "stable";
-  if (message->model_name != inputs.model_name || !any_version || !IsAscii(message->id)) {
+  const bool is_stable = message->model_version == "stable";
+  const bool is_known = is_stable || message->model_version.empty();
+  if (message->model_name != inputs.model_name || !is_known || !IsAscii(message->id)) {
     return std::nullopt;
   }
   InferRequest request;
   request.id = message->id;
+  request.is_stable = is_stable;
   if (!ReadOutputs(message->outputs, &request.output_positions)) return std::nullopt;
   auto samples = ReadSamples(message, inputs);
   if (!samples.has_value() || !Fits(inputs, *samples)) return std::nullopt;

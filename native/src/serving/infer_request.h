@@ -39,6 +39,7 @@ struct ModelInputs {
 
 struct InferRequest {
   std::string id;                          // ASCII
+  bool is_stable = false;                  // it asks for the version of this label
   std::vector<uint32_t> output_positions;  // that are asked for; empty: all
   Samples samples;
 };

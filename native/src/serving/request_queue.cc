@@ -14,6 +14,10 @@ constexpr double kFlat = 1e-3;  // sizes whose variance is a smaller share of th
 // a request is admitted if it would wait for less than this share of the time that is left.
 constexpr double kAdmittedShare = 0.6;
 
+int64_t SliceOf(Clock::time_point time) {
+  return time.time_since_epoch() / std::chrono::milliseconds(50);
+}
+
 double Seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 std::string InSeconds(double seconds) {
@@ -45,6 +49,27 @@ double BatchTimes::Estimate(uint64_t num_batches, uint64_t num_samples) const {
   if (variance > kFlat * square) sample_s = std::max(0.0, product - size * took_s) / variance;
   const double batch_s = std::max(0.0, took_s - sample_s * size);
   return static_cast<double>(num_batches) * batch_s + static_cast<double>(num_samples) * sample_s;
+}
+
+// ---- promises
+
+int64_t Promises::Add(Clock::time_point now) {
+  const int64_t number = SliceOf(now);
+  Slice& slice = slices_[number % 2];
+  if (slice.number != number) slice = {.number = number};
+  ++slice.num;
+  return number;
+}
+
+void Promises::Remove(int64_t number) {
+  Slice& slice = slices_[number % 2];
+  if (slice.number == number) --slice.num;
+}
+
+uint32_t Promises::Count(Clock::time_point now) const {
+  uint32_t num = 0;
+  for (const Slice& slice : slices_) num += slice.number + 1 >= SliceOf(now) ? slice.num : 0;
+  return num;
 }
 
 // ---- a batch
@@ -113,15 +138,26 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
     const std::lock_guard lock(mutex_);
     PERSIA_RETURN_IF_ERROR(AdmitLocked(request->deadline(), request->size()));
     num_samples_ += request->size();
+    const double size = request->size();
+    usual_samples_ =
+        usual_samples_ == 0 ? size : usual_samples_ + kLately * (size - usual_samples_);
     waiting_.push_back(std::move(request));
   }
   changed_.notify_one();
   return Status::Ok();
 }
 
-Status RequestQueue::Admit(Clock::time_point deadline) const {
+StatusOr<RequestQueue::Place> RequestQueue::Admit(Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
-  return AdmitLocked(deadline, 0);
+  const auto now = Clock::now();
+  const uint32_t num = promises_.Count(now) + 1;
+  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, static_cast<uint32_t>(num * usual_samples_)));
+  return Place(this, promises_.Add(now));
+}
+
+void RequestQueue::GiveBack(int64_t slice) {
+  const std::lock_guard lock(mutex_);
+  promises_.Remove(slice);
 }
 
 Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const {

@@ -15,6 +15,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -74,6 +75,24 @@ class BatchTimes {
   bool is_empty_ = true;
 };
 
+// Requests that were admitted and have not arrived yet. Each is counted for 50 to 100 ms: one of a
+// client that sends slowly keeps no other request out for longer. Not thread-safe.
+class Promises {
+ public:
+  // Returns what Remove needs.
+  int64_t Add(Clock::time_point now);
+  void Remove(int64_t slice);
+  uint32_t Count(Clock::time_point now) const;
+
+ private:
+  struct Slice {
+    int64_t number = 0;  // of a slice of time
+    uint32_t num = 0;    // of the promises that were made in it
+  };
+
+  std::array<Slice, 2> slices_;
+};
+
 class RequestQueue;
 
 // Requests of one layout that are computed together, in order. The thread that took it answers it,
@@ -113,6 +132,27 @@ class Batch {
 // Thread-safe. Must outlive its batches.
 class RequestQueue {
  public:
+  // That a request will have. Others are admitted as if it waited already. Movable; must not
+  // outlive the queue.
+  class Place {
+   public:
+    Place() = default;
+    Place(RequestQueue* queue, int64_t slice) : queue_(queue), slice_(slice) {}
+    Place(Place&& other) noexcept { *this = std::move(other); }
+    Place& operator=(Place&& other) noexcept {
+      std::swap(queue_, other.queue_);
+      std::swap(slice_, other.slice_);
+      return *this;
+    }
+    ~Place() {
+      if (queue_ != nullptr) queue_->GiveBack(slice_);
+    }
+
+   private:
+    RequestQueue* queue_ = nullptr;
+    int64_t slice_ = 0;
+  };
+
   explicit RequestQueue(const QueueOptions& options) : options_(options) {}
   RequestQueue(const RequestQueue&) = delete;
 
@@ -121,8 +161,9 @@ class RequestQueue {
   // Answer nor Fail is called then. Ends no other request: that may need locks of Python, for which
   // the network's thread must not wait.
   Status Submit(std::shared_ptr<Waiting> request);
-  // Whether a request with this deadline would be refused whatever is in it: kResourceExhausted.
-  Status Admit(Clock::time_point deadline) const;
+  // Before its message has arrived. kResourceExhausted: a request of the usual size with this
+  // deadline would be refused.
+  StatusOr<Place> Admit(Clock::time_point deadline);
   // Waits for requests; null once it is closed and empty. Requests whose time has passed are
   // failed.
   std::unique_ptr<Batch> Next();
@@ -137,6 +178,7 @@ class RequestQueue {
 
   Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const;
   double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
+  void GiveBack(int64_t slice);
   void DropLate(Requests* late);
   Requests Take();
   void Begin(const Batch& batch);
@@ -147,6 +189,8 @@ class RequestQueue {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Waiting>> waiting_;
   uint64_t num_samples_ = 0;  // of the requests that wait
+  double usual_samples_ = 0;  // of a request, lately
+  Promises promises_;
   uint32_t num_running_ = 0;  // requests
   uint64_t running_samples_ = 0;
   uint32_t num_parts_ = 0;   // of batches that were split, not computed yet

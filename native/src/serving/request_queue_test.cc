@@ -115,5 +115,47 @@ TEST(RequestQueueTest, PartsOfABatchAreAheadOfWhatIsQueued) {
             StatusCode::kResourceExhausted);
 }
 
+TEST(RequestQueueTest, PromisesAreForgotten) {
+  using std::chrono::milliseconds;
+  Promises promises;
+  const Clock::time_point begin{milliseconds(1'000'000)};
+  const int64_t slice = promises.Add(begin);
+  promises.Add(begin + milliseconds(49));
+  const int64_t next = promises.Add(begin + milliseconds(50));
+  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 3u);
+  promises.Remove(slice);
+  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 2u);
+  EXPECT_EQ(promises.Count(begin + milliseconds(100)), 1u);
+  promises.Add(begin + milliseconds(100));
+  promises.Remove(slice);  // of a time that was forgotten
+  promises.Remove(next);
+  EXPECT_EQ(promises.Count(begin + milliseconds(149)), 1u);
+  EXPECT_EQ(promises.Count(begin + milliseconds(500)), 0u);
+}
+
+// Header fields arrive long before messages where many requests come at once.
+TEST(RequestQueueTest, AdmittedRequestsCountBeforeTheyArrive) {
+  RequestQueue queue({.max_batch_size = 1});
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  {
+    const auto batch = queue.Next();
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    batch->Answer({"m", "7", {}, {}});
+  }
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  // There is time for 12 of them.
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  std::vector<RequestQueue::Place> places;
+  bool is_refused = false;
+  while (!is_refused && places.size() < 10'000) {
+    auto place = queue.Admit(deadline);
+    is_refused = !place.ok();
+    if (!is_refused) places.push_back(std::move(place).value());
+  }
+  EXPECT_TRUE(is_refused);
+  places.clear();
+  EXPECT_TRUE(queue.Admit(deadline).ok());
+}
+
 }  // namespace
 }  // namespace persia::serving

@@ -199,6 +199,7 @@ StatusOr<Samples> DecodeSamples(std::span<const std::byte> content) {
   PERSIA_ASSIGN_OR_RETURN(samples.ids, DecodeIdFeatures(body.first(id_bytes)));
   if (samples.size() == 0) return InvalidArgument("the batch has no samples");
   PERSIA_RETURN_IF_ERROR(ReadDense(body.subspan(id_bytes), &samples));
+  samples.is_batch = true;
   return samples;
 }
 

@@ -36,6 +36,7 @@ struct Samples {
   IdFeatures ids;  // of at least one sample
   std::vector<DenseFeature> dense;
   Buffer memory;
+  bool is_batch = false;  // `memory` is what `PersiaBatch.to_bytes` made, with labels and metadata
 
   uint32_t size() const { return ids.batch_size; }
 };

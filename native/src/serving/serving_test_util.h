@@ -207,6 +207,11 @@ class Client {
     }
     return answers_[id];
   }
+  // What of its body was not sent.
+  size_t unsent(int32_t id) const { return bodies_.at(id).size(); }
+  uint32_t stream_window() const {
+    return nghttp2_session_get_remote_settings(session_, NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE);
+  }
   uint32_t max_streams() const {
     return nghttp2_session_get_remote_settings(session_, NGHTTP2_SETTINGS_MAX_CONCURRENT_STREAMS);
   }

@@ -12,6 +12,8 @@ import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,8 +22,8 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2
 
-from persia.embedding.data import PersiaBatch
-from persia.errors import InvalidArgumentError, ResourceExhaustedError, StorageError
+from persia.embedding.data import Label, PersiaBatch, split_batches
+from persia.errors import InvalidArgumentError, ResourceExhaustedError, StorageError, UnavailableError
 from persia.serving import server
 from persia.serving.access import EVERYBODY
 from persia.serving.batch_predict import Prediction
@@ -29,7 +31,9 @@ from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.grpc_port import Call, Limits
 from persia.serving.inference import Inference
 from persia.serving.protocol import CODES, message
+from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.server import ServingOptions, _serve
+from persia.serving.sideline import Share
 from persia.serving.statistics import ServingStatistics
 from tests.following import BATCH
 from tests.ports import free_port
@@ -106,6 +110,54 @@ def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
     assert inference.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 5}
 
 
+def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
+    inference: Inference, may_answer: threading.Event, tmp_path: Path
+) -> None:
+    may_answer.set()
+    canary, shadow = Share(0.5, "canary"), Share(0.5, "shadow")
+    canaries = Mock(share=canary, shadow_share=shadow)
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log", log_share=0.5))
+    logged = Share(0.5, "log")
+    batch = PersiaBatch(BATCH.id_type_features, labels=[Label(np.ones((BATCH.batch_size, 1), np.float32))])
+    in_python, answered, expected = [], [], []
+
+    async def infer(*arguments: Any) -> Prediction:
+        in_python.append(arguments[4])
+        raise UnavailableError("Python was asked")
+
+    async def scenario() -> None:
+        both = replace(inference, canary=canaries, request_log=log)
+        object.__setattr__(both, "infer", infer)
+        async with served(both) as channel:
+            ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for number in range(64):
+                version = ("", "stable")[number % 2]
+                request = message("ModelInferRequest")(model_name="m", id=f"{number}", model_version=version)
+                contents = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
+                contents.bytes_contents.append(batch.to_bytes())
+                is_canarys = canary.takes(request.id) and not version
+                if is_canarys or shadow.takes(request.id):
+                    expected.append(request.id)
+                    with pytest.raises(grpc.aio.AioRpcError, match="Python was asked"):
+                        await ask(request.SerializeToString())
+                else:
+                    await ask(request.SerializeToString())
+                    answered.append(request.id)
+            request.id, request.model_version = "", ""
+            canary.draw.share = 1
+            with pytest.raises(grpc.aio.AioRpcError, match="Python was asked"):
+                await ask(request.SerializeToString())
+
+    asyncio.run(scenario())
+    assert in_python.pop(), "Python is to draw the same"
+    assert in_python == expected
+    assert 0 < len(expected) < 64
+    log.close()
+    num_logged = sum(logged.takes(request_id) for request_id in answered)
+    assert split_batches((tmp_path / "log").read_bytes()) == [batch.to_bytes()] * num_logged
+    assert 0 < num_logged < len(answered)
+
+
 def test_watchers_see_that_the_server_stops(inference: Inference) -> None:
     async def scenario() -> list[int]:
         seen = []
@@ -175,7 +227,7 @@ def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) 
 
 def message_of(content: bytes, encoding: str, max_bytes: int = 100) -> bytes:
     """What the call reads of a compressed message."""
-    call = Call(Mock(), 1, Limits(max_bytes, WAIT_S), ("/s/m", None, encoding, "peer", 0, None))
+    call = Call(Mock(), 1, Limits(max_bytes, WAIT_S), ("/s/m", None, encoding, "peer", 0, None, ""))
     call.arrive((content, True))
     return asyncio.run(call.message())
 
@@ -195,7 +247,7 @@ def test_compressed_messages_have_a_size() -> None:
 
 def test_an_unknown_compression_is_not_implemented() -> None:
     front = Mock()
-    call = Call(front, 1, Limits(100, WAIT_S), ("/s/m", None, "snappy", "peer", 0, None))
+    call = Call(front, 1, Limits(100, WAIT_S), ("/s/m", None, "snappy", "peer", 0, None, ""))
     call.arrive((b"abc", True))
     with pytest.raises(InvalidArgumentError, match="by 'snappy': send gzip"):
         asyncio.run(call.message())

@@ -36,7 +36,7 @@ class Model:
 async def follow(model: Model) -> list[Any]:
     """The states of the model: before, during and after its failures."""
     states = health.aio.HealthServicer()
-    inference: Any = SimpleNamespace(model=model)
+    inference: Any = SimpleNamespace(model=model, canary=None)
     front: Any = None
     reports = asyncio.create_task(server._follow_model(front, inference, states))
 

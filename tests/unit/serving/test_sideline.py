@@ -15,7 +15,7 @@ from persia.embedding.data import IDTypeFeatureWithSingleID, PersiaBatch, split_
 from persia.errors import InvalidArgumentError, StorageError
 from persia.serving import sideline
 from persia.serving.request_log import RequestLog, RequestLogOptions
-from persia.serving.sideline import Share, Sideline, is_drawn
+from persia.serving.sideline import Share, Sideline
 
 WAIT_S = 60.0
 
@@ -54,15 +54,41 @@ def test_what_comes_while_the_thread_is_behind_is_dropped(monkeypatch: pytest.Mo
 
 
 def test_draws_follow_the_request() -> None:
-    drawn = {f"{number}" for number in range(4000) if is_drawn(0.25, f"{number}", "canary")}
+    def drawn_of(share: float, purpose: str) -> set[str]:
+        drawing = Share(share, purpose)
+        return {f"{number}" for number in range(4000) if drawing.takes(f"{number}")}
+
+    drawn = drawn_of(0.25, "canary")
     assert 800 < len(drawn) < 1200
-    assert drawn == {f"{number}" for number in range(4000) if is_drawn(0.25, f"{number}", "canary")}
-    assert drawn < {f"{number}" for number in range(4000) if is_drawn(0.5, f"{number}", "canary")}
-    both = [number for number in drawn if is_drawn(0.5, number, "shadow")]
-    assert 0.4 < len(both) / len(drawn) < 0.6, "independent"
+    assert drawn == drawn_of(0.25, "canary")
+    assert drawn < drawn_of(0.5, "canary")
+    assert 0.4 < len(drawn & drawn_of(0.5, "shadow")) / len(drawn) < 0.6, "independent"
+    chance = Share(0.25, "canary")
+    assert 800 < sum(chance.takes("") for _ in range(4000)) < 1200
+    assert sum(chance.takes("\ud800") for _ in range(100)) in (0, 100)
     for request_id in ("", "x", "\ud800"):
-        assert is_drawn(1.0, request_id, "log")
-        assert not is_drawn(0.0, request_id, "log")
+        assert Share(1.0, "log").takes(request_id)
+        assert not Share(0.0, "log").takes(request_id)
+
+
+def test_what_is_logged_waits_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, release, write = threading.Event(), threading.Event(), os.write
+
+    def writing(file: int, content: Any) -> int:
+        begun.set()
+        assert release.wait(WAIT_S)
+        return write(file, content)
+
+    monkeypatch.setattr("persia.serving.request_log.os.write", writing)
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log"))
+    log.offer(batch(0), "")
+    assert begun.wait(WAIT_S)
+    for user in range(1, 100):
+        log.offer(batch(user), "")
+    assert log.status()["num_dropped"] == 99 - 64
+    release.set()
+    log.close()
+    assert users(tmp_path / "log") == list(range(65))
 
 
 def test_a_log_is_renamed_when_it_is_full_and_when_a_server_starts(tmp_path: Path) -> None:
@@ -109,9 +135,9 @@ def test_a_share_in_a_file_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     for content in ("", "half", "1.5", "nan", "-0.1"):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(InvalidArgumentError, match="share.*: write a number from 0 to 1"):
-            Share(path)
+            Share(path, "canary")
     path.write_text(" 0.25\n", encoding="utf-8")
-    share = Share(path)
+    share = Share(path, "canary")
     path.write_text("0.5", encoding="utf-8")
     monkeypatch.setattr(sideline, "_REREAD_S", 3600)
     assert share.value == 0.25, "a file is not read for each request"
@@ -121,4 +147,4 @@ def test_a_share_in_a_file_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert share.value == 0.5, "what is no share changes nothing"
     path.unlink()
     assert share.value == 0.5
-    assert Share(0.125).value == 0.125
+    assert Share(0.125, "canary").value == 0.125
