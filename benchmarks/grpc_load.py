@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from persia.serving.protocol import SERVICE
 
-__all__ = ["Outcome", "closed_loop", "open_loop"]
+__all__ = ["INFER", "Outcome", "closed_loop", "open_loop"]
 
+INFER = f"/{SERVICE}/ModelInfer"
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _MAX_CONCURRENT_STREAMS = 3  # a setting
@@ -44,16 +45,16 @@ def _text(text: str) -> bytes:
     return bytes([len(text)]) + text.encode()
 
 
-def _header_block(timeout_s: float) -> bytes:
+def _header_block(path: str, timeout_s: float) -> bytes:
     """Literals without an entry in the table, behind fields of the static one."""
-    path = f"/{SERVICE}/ModelInfer"
     block = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("server")
     block += b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers")
     return block + b"\x00" + _text("grpc-timeout") + _text(f"{max(1, int(timeout_s * 1e6))}u")
 
 
 class _Connection:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, path: str = INFER) -> None:
+        self._path = path
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,7 +82,7 @@ class _Connection:
     def begin(self, message: bytes, due_s: float, timeout_s: float) -> None:
         stream, self._next = self._next, self._next + 2
         body = b"\0" + struct.pack(">I", len(message)) + message
-        self._out += _frame(_HEADERS, _END_HEADERS, stream, _header_block(timeout_s))
+        self._out += _frame(_HEADERS, _END_HEADERS, stream, _header_block(self._path, timeout_s))
         for begin in range(0, len(body), _FRAME_BYTES):
             piece = body[begin : begin + _FRAME_BYTES]
             is_last = begin + _FRAME_BYTES >= len(body)
@@ -144,10 +145,15 @@ class _Connection:
 
 
 def closed_loop(
-    address: str, messages: Sequence[bytes], in_flight: int, seconds: float, timeout_s: float
+    address: str,
+    messages: Sequence[bytes],
+    in_flight: int,
+    seconds: float,
+    timeout_s: float,
+    path: str = INFER,
 ) -> Outcome:
-    """`in_flight` requests at a time."""
-    connection = _Connection(address)
+    """`in_flight` requests of the method `path` at a time."""
+    connection = _Connection(address, path)
     end_s, count = time.perf_counter() + seconds, 0
     while (now := time.perf_counter()) < end_s:
         while connection.num_open < in_flight and connection.fits(messages[count % len(messages)]):

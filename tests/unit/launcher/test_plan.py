@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
 from persia.errors import ConfigError
-from persia.launcher import cli, job_costs
+from persia.launcher import cli, job_costs, job_plan
 from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
 from persia.messaging.payloads import IdsRequest, SubmittedBatch
 
@@ -162,8 +162,8 @@ def test_a_hosts_file_of_a_call_obeys_the_same_rules() -> None:
         Hosts(machine=Role(cores=2.0))
     job = Job(batch_size=8, dim=8, slots=[SlotLoad(name="a", rows=10, distinct=4)])
     machine = Role(cores=2.0, memory_gib=1.0)
-    plan = job_costs.plan_job(job, Hosts(machine=machine), Constants())
+    plan = job_plan.plan_job(job, Hosts(machine=machine), Constants())
     assert plan.limit == "ranks: processor"
     assert plan.fits
-    plan = job_costs.plan_job(job, Hosts(machine=machine, ranks=Role(samples_per_s=1.0)), Constants())
+    plan = job_plan.plan_job(job, Hosts(machine=machine, ranks=Role(samples_per_s=1.0)), Constants())
     assert (plan.limit, plan.samples_per_s) == ("ranks: device", 1.0)
