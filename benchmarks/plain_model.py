@@ -1,7 +1,7 @@
 """An exported model as plain TorchScript: what servers without persia answer requests with.
 
-`python -m benchmarks.plain_model MODEL.pt` is a bare `grpc.aio` server of it. TorchServe loads this file as the
-handler of an archive, so it imports nothing of persia.
+`python -m benchmarks.plain_model MODEL.pt` is a bare `grpc.aio` server of it. TorchServe loads this file as
+the handler of an archive, so it imports nothing of persia.
 """
 
 from __future__ import annotations
