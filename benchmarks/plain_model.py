@@ -74,7 +74,7 @@ async def _serve(path: str) -> None:
     async def infer(body: bytes, _context: Any) -> bytes:
         return model.answer(body)
 
-    class AnyCall(grpc.GenericRpcHandler):  # type: ignore[misc]
+    class AnyCall(grpc.GenericRpcHandler):
         def service(self, _details: Any) -> Any:
             return grpc.unary_unary_rpc_method_handler(infer)
 

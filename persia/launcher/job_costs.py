@@ -97,17 +97,17 @@ def _cost(batch_us: float, item_ns: float, word_ns: float, new_row_ns: float = 0
 class Constants(Section):
     """Measured costs: the file of `--constants`.
 
-    The defaults come from `python -m benchmarks.role_costs` on 2 cores of an AMD EPYC with AVX-512, a busy
+    The defaults come from `python -m benchmarks.role_costs` on one core of an AMD EPYC with AVX-512, a busy
     virtual machine.
     """
 
-    parameter_servers: RoleCost = _cost(35.3, 46.5, 1.26)
-    embedding_workers: RoleCost = _cost(758, 12.2, 0.753)
-    data_loaders: RoleCost = _cost(773, 0, 4.79)
-    ranks: RoleCost = _cost(3650, 12.8, 0.619)  # without the thread of the loop
-    broker: RoleCost = _cost(404, 0, 3.04)
-    one_process: RoleCost = _cost(2180, 25.3, 0.559)  # without the thread of the loop
-    loop: RoleCost = _cost(2180, 25.3, 0.559)  # the thread that trains, without torch's own work
+    parameter_servers: RoleCost = _cost(154, 83.5, 1.64, 1060)
+    embedding_workers: RoleCost = _cost(1220, 15.3, 1.06)
+    data_loaders: RoleCost = _cost(1410, 0, 5.72)
+    ranks: RoleCost = _cost(1380, 14.2, 0.334)  # without the thread of the loop
+    broker: RoleCost = _cost(543, 0, 2.19)
+    one_process: RoleCost = _cost(519, 35.3, 0.668, 1420)  # without the thread of the loop
+    loop: RoleCost = _cost(874, 0, 0.106)  # the thread that trains, without torch's own work
     server_mib: _Cost = 70  # of a parameter server without rows
 
 
