@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 import numpy as np
@@ -38,17 +38,44 @@ from persia import (
     optim,
 )
 from persia.data import SyntheticClicks
+from persia.embedding.data import IDTypeFeature
 from persia.launcher import job_costs
 from persia.launcher.job_costs import Constants, Job, RoleCost, SlotLoad, Traffic, Work, work
 from persia.testing import LocalCluster
 from persia.utils import dump_yaml
 
-# (batch size, dim, whether each batch has new IDs): far enough apart to tell the costs of batches, IDs,
-# floats and new rows from each other.
+
+class _Run(NamedTuple):
+    """A job that is measured. A process gets it as JSON."""
+
+    size: int  # of a batch
+    dim: int
+    is_new: bool = False  # each batch has new IDs
+    is_multi: bool = False  # slots have several IDs a sample
+
+    @property
+    def hotness(self) -> list[int]:
+        """Of each slot."""
+        return [(1, 5, 20)[slot % 3] if self.is_multi else 1 for slot in range(_NUM_SLOTS)]
+
+    @property
+    def num_batches(self) -> int:
+        """Of the whole job."""
+        return _WARM_UP + max(24, (1 << 18) // self.size) + _AHEAD
+
+    def columns(self) -> list[list[Any]]:
+        """IDs of the batches, [slot] each."""
+        count = self.num_batches if self.is_new else _MADE
+        made = SyntheticClicks(num_batches=count, batch_size=self.size, alpha=_ALPHA, hotness=self.hotness)
+        return [[ids.reshape(-1).astype(np.uint64) for ids in made.columns(i)[1]] for i in range(count)]
+
+
+# Far enough apart to tell the costs of batches, IDs, rows, floats and new rows from each other.
 _RUNS = (
-    *((256, 16, False), (4096, 16, False), (4096, 64, False), (16384, 8, False)),
-    *((1024, 16, True), (4096, 64, True)),
+    *(_Run(256, 16), _Run(4096, 16), _Run(4096, 64), _Run(16384, 8), _Run(2048, 16, is_multi=True)),
+    *(_Run(1024, 16, is_new=True), _Run(4096, 64, is_new=True)),
 )
+_NUM_SLOTS = 26
 # As many batches in turns as make the rows of most of them leave the caches.
 _ALPHA, _MADE, _WARM_UP, _TIMEOUT_S = 1.1, 16, 20, 300.0
 _AHEAD = 24  # batches that a loader may have sent and the rank not trained: the loader must not have ended
@@ -66,12 +93,12 @@ def calibrate() -> Constants:
     """Runs the jobs."""
     found: dict[str, list[tuple[Work, float]]] = {}
     server_mib = 0.0
-    for size, dim, is_new in _RUNS:
-        click.echo(f"measuring batches of {size} samples, dim {dim}{', new IDs' * is_new}", err=True)
-        job, torch_s = _job(size, dim, is_new), _torch_s(size, dim)
+    for run in _RUNS:
+        click.echo(f"measuring {run}", err=True)
+        job, torch_s = _job(run), _torch_s(run)
         done = work(job, Traffic.of(job, _SERVERS, 1), _SERVERS)
-        measured, server_mib = _cluster(size, dim, is_new)
-        alone = _one_process(size, dim, is_new)
+        measured, server_mib = _cluster(run)
+        alone = _one_process(run)
         for times, name in ((measured, job_costs.RANKS), (alone, job_costs.ONE_PROCESS)):
             loop_s = times.pop(job_costs.LOOP)
             times[name] = times.pop(job_costs.RANKS) - loop_s
@@ -84,9 +111,9 @@ def calibrate() -> Constants:
 
 def _solve(measured: Sequence[tuple[Work, float]]) -> RoleCost:
     """The constants of a role, none below 0, by least squares of the seconds of a batch."""
-    rows = np.array([[one.num_messages, one.items, one.words, one.new_rows] for one, _ in measured])
+    rows = np.array([one.units for one, _ in measured])
     seconds = np.array([value for _, value in measured])
-    kept = [column for column in range(4) if rows[:, column].any()]
+    kept = [column for column in range(rows.shape[1]) if rows[:, column].any()]
     while True:
         # Relative errors: a small batch counts as much as a large one.
         found = np.linalg.lstsq(rows[:, kept] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
@@ -94,43 +121,43 @@ def _solve(measured: Sequence[tuple[Work, float]]) -> RoleCost:
             break
         del kept[int(found.argmin())]
     values = dict(zip(kept, found, strict=True))
-    units = {"batch_us": 1e6, "item_ns": 1e9, "word_ns": 1e9, "new_row_ns": 1e9}
-    costs = {name: float(f"{values.get(column, 0.0) * units[name]:.3g}") for column, name in enumerate(units)}
+    costs = {}
+    for column, name in enumerate(RoleCost.model_fields):
+        unit = 1e6 if name.endswith("_us") else 1e9
+        costs[name] = float(f"{values.get(column, 0.0) * unit:.3g}")
     return RoleCost(**costs)
 
 
-def _batches(size: int, is_new: bool) -> list[list[Any]]:
-    count = _num_batches(size) if is_new else _MADE
-    made = SyntheticClicks(num_batches=count, batch_size=size, alpha=_ALPHA)
-    return [[ids.astype(np.uint64) for ids in made.columns(number)[1]] for number in range(count)]
-
-
-def _job(size: int, dim: int, is_new: bool) -> Job:
+def _job(run: _Run) -> Job:
     slots = []
-    for index, columns in enumerate(zip(*_batches(size, is_new), strict=True)):
+    for index, columns in enumerate(zip(*run.columns(), strict=True)):
         distinct = float(np.mean([len(np.unique(ids)) for ids in columns]))
-        counted = columns[_WARM_UP:]
-        before = np.unique(np.concatenate(columns[:_WARM_UP]))
-        new = len(np.union1d(before, np.concatenate(counted))) - len(before) if is_new else 0
-        load = SlotLoad(name=f"cat_{index}.bin", rows=0, distinct=distinct, new=new / max(len(counted), 1))
+        load = SlotLoad(name=_name(index), hotness=run.hotness[index], rows=0, distinct=distinct)
+        if run.is_new:
+            before, counted = np.unique(np.concatenate(columns[:_WARM_UP])), columns[_WARM_UP:]
+            new = len(np.union1d(before, np.concatenate(counted))) - len(before)
+            load = load.model_copy(update={"new": new / len(counted)})
         slots.append(load)
-    return Job(batch_size=size, dim=dim, optimizer="adagrad", slots=slots)
+    return Job(batch_size=run.size, dim=run.dim, optimizer="adagrad", slots=slots)
+
+
+def _name(slot: int) -> str:
+    return f"cat_{slot}.bin"
 
 
 def _slots(dim: int) -> dict[str, Any]:
-    return {"slots_config": {f"cat_{index}.bin": {"dim": dim} for index in range(26)}}
+    return {"slots_config": {_name(slot): {"dim": dim} for slot in range(_NUM_SLOTS)}}
 
 
-def _cluster(size: int, dim: int, is_new: bool) -> tuple[dict[str, float], float]:
+def _cluster(run: _Run) -> tuple[dict[str, float], float]:
     """Seconds of a batch by role, and MiB of a server without rows."""
     with LocalCluster(
-        embedding_config=_slots(dim), parameter_servers=_SERVERS, env={"OMP_NUM_THREADS": "1"}
+        embedding_config=_slots(run.dim), parameter_servers=_SERVERS, env={"OMP_NUM_THREADS": "1"}
     ) as cluster:
-        cluster.start_loader(__file__, "load", str(size), str(int(is_new)))
+        cluster.start_loader(__file__, "load", json.dumps(run))
         pids = {process.name: process.pid for process in cluster.processes}
         statm = Path(f"/proc/{pids['embedding-parameter-server-0']}/statm").read_text()
-        words = str(size), str(dim), str(int(is_new)), json.dumps(pids)
-        rank = cluster.start_nn_worker(__file__, "train", *words)
+        rank = cluster.start_nn_worker(__file__, "train", json.dumps(run), json.dumps(pids))
         if cluster.wait(rank, _TIMEOUT_S):
             raise RuntimeError(rank.output)
         seconds = _last_json(rank.output)
@@ -141,8 +168,8 @@ def _cluster(size: int, dim: int, is_new: bool) -> tuple[dict[str, float], float
     return of_roles, mib
 
 
-def _one_process(size: int, dim: int, is_new: bool) -> dict[str, float]:
-    command = [sys.executable, __file__, "alone", str(size), str(dim), str(int(is_new)), "{}"]
+def _one_process(run: _Run) -> dict[str, float]:
+    command = [sys.executable, __file__, "alone", json.dumps(run), "{}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=_TIMEOUT_S
@@ -155,24 +182,23 @@ def _last_json(output: str) -> dict[str, float]:
     return found
 
 
-def _num_batches(size: int) -> int:
-    return _WARM_UP + max(24, (1 << 18) // size) + _AHEAD
-
-
-def _made(size: int, is_new: bool) -> Iterator[Any]:
-    columns, dense = _batches(size, is_new), np.zeros((size, 13), np.float32)
-    label = np.zeros((size, 1), np.float32)
-    for number in range(_num_batches(size)):
-        ids = [
-            IDTypeFeatureWithSingleID(f"cat_{slot}.bin", values)
-            for slot, values in enumerate(columns[number % len(columns)])
-        ]
+def _made(run: _Run) -> Iterator[Any]:
+    batches, dense = run.columns(), np.zeros((run.size, 13), np.float32)
+    label = np.zeros((run.size, 1), np.float32)
+    offsets = [np.arange(0, count * run.size + 1, count, dtype=np.uint32) for count in run.hotness]
+    for number in range(run.num_batches):
+        ids: list[IDTypeFeature] = []
+        for slot, values in enumerate(batches[number % len(batches)]):
+            if run.hotness[slot] == 1:
+                ids.append(IDTypeFeatureWithSingleID(_name(slot), values))
+            else:
+                ids.append(IDTypeFeature.from_csr(_name(slot), values, offsets[slot]))
         yield PersiaBatch(ids, [NonIDTypeFeature(dense)], [Label(label)], requires_grad=True)
 
 
-def _load(size: int, is_new: bool) -> None:
+def _load(run: _Run) -> None:
     with DataCtx() as ctx:
-        for batch in _made(size, is_new):
+        for batch in _made(run):
             ctx.send_data(batch)
 
 
@@ -185,10 +211,10 @@ class _Model(torch.nn.Module):
         return self.weight * sum(rows.sum(dim=1) for rows in embeddings)
 
 
-def _torch_s(size: int, dim: int) -> float:
+def _torch_s(run: _Run) -> float:
     """Processor time of torch alone for the model of a batch, which is no cost of persia."""
     model, threads = _Model(), torch.get_num_threads()
-    embeddings = [torch.randn(size, dim, requires_grad=True) for _ in range(26)]
+    embeddings = [torch.randn(run.size, run.dim, requires_grad=True) for _ in range(_NUM_SLOTS)]
     optimizer, begin, repeated = torch.optim.SGD(model.parameters(), lr=1e-6), 0.0, 10
     torch.set_num_threads(1)
     for number in range(-2, repeated):
@@ -202,13 +228,13 @@ def _torch_s(size: int, dim: int) -> float:
     return (time.thread_time() - begin) / repeated
 
 
-def _train(size: int, dim: int, is_new: bool, pids: Mapping[str, int], *, alone: bool) -> None:
+def _train(run: _Run, pids: Mapping[str, int], *, alone: bool) -> None:
     """Prints the seconds of a batch of this process, of its loop, and of the processes in `pids`."""
     pids = {**pids, "nn-worker": os.getpid()}
     model = _Model()
     dense = torch.optim.SGD(model.parameters(), lr=1e-6)
-    slots = _slots(dim) if alone else None
-    dataset = StreamingDataset(loader=partial(_load, size, is_new))  # which a cluster does not call
+    slots = _slots(run.dim) if alone else None
+    dataset = StreamingDataset(loader=partial(_load, run))  # which a cluster does not call
     sparse = optim.Adagrad(lr=1e-6)
 
     def spent() -> dict[str, float]:
@@ -223,9 +249,9 @@ def _train(size: int, dim: int, is_new: bool, pids: Mapping[str, int], *, alone:
             sparse.set_lr(1e-6 / ctx.step)  # as with a schedule, which tells the servers at each step
             if ctx.step == _WARM_UP:
                 begin = spent()
-            if ctx.step == _num_batches(size) - _AHEAD:
+            if ctx.step == run.num_batches - _AHEAD:
                 end = spent()
-    counted = _num_batches(size) - _AHEAD - _WARM_UP
+    counted = run.num_batches - _AHEAD - _WARM_UP
     print(json.dumps({name: (end[name] - begin[name]) / counted for name in begin}))
 
 
@@ -243,9 +269,8 @@ def main(output: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
-        _load(int(sys.argv[2]), sys.argv[3] == "1")
+        _load(_Run(*json.loads(sys.argv[2])))
     elif sys.argv[1:2] in (["train"], ["alone"]):
-        size, dim, is_new, pids = sys.argv[2:]
-        _train(int(size), int(dim), is_new == "1", json.loads(pids), alone=sys.argv[1] == "alone")
+        _train(_Run(*json.loads(sys.argv[2])), json.loads(sys.argv[3]), alone=sys.argv[1] == "alone")
     else:
         main()

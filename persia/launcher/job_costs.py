@@ -70,28 +70,41 @@ class Hosts(Section):
 class Work:
     """What a role does for one batch."""
 
-    items: float  # IDs; of servers, distinct rows
+    ids: float
     words: float  # of 4 bytes, which are read or written
+    rows: float = 0.0  # distinct IDs
     new_rows: float = 0.0  # that are inserted
     num_messages: int = 1  # processes that get a share of the batch
 
+    @property
+    def units(self) -> tuple[float, ...]:
+        """What each field of `RoleCost` multiplies."""
+        return self.num_messages, self.ids, self.words, self.rows, self.new_rows
+
 
 class RoleCost(Section):
-    """Processor time of each unit of `Work`: a message, an item, a word and a new row."""
+    """Processor time of each unit of `Work`: a message, an ID, a word, a row and a new row."""
 
     batch_us: _Cost
-    item_ns: _Cost
+    id_ns: _Cost
     word_ns: _Cost
+    row_ns: _Cost = 0.0
     new_row_ns: _Cost = 0.0
 
     def seconds(self, work: Work) -> float:
         """Of a batch."""
-        parts = self.item_ns * work.items, self.word_ns * work.words, self.new_row_ns * work.new_rows
-        return work.num_messages * self.batch_us * 1e-6 + sum(parts) * 1e-9
+        each = self.batch_us * 1e-6, *(getattr(self, f"{name}_ns") * 1e-9 for name in _PER_UNIT)
+        seconds: float = sum(cost * count for cost, count in zip(each, work.units, strict=True))
+        return seconds
 
 
-def _cost(batch_us: float, item_ns: float, word_ns: float, new_row_ns: float = 0.0) -> RoleCost:
-    return RoleCost(batch_us=batch_us, item_ns=item_ns, word_ns=word_ns, new_row_ns=new_row_ns)
+_PER_UNIT = ("id", "word", "row", "new_row")
+
+
+def _cost(
+    batch_us: float, id_ns: float, word_ns: float, row_ns: float = 0.0, new_row_ns: float = 0.0
+) -> RoleCost:
+    return RoleCost(batch_us=batch_us, id_ns=id_ns, word_ns=word_ns, row_ns=row_ns, new_row_ns=new_row_ns)
 
 
 class Constants(Section):
@@ -101,12 +114,12 @@ class Constants(Section):
     virtual machine.
     """
 
-    parameter_servers: RoleCost = _cost(154, 83.5, 1.64, 1060)
+    parameter_servers: RoleCost = _cost(154, 0, 1.64, 83.5, 1060)
     embedding_workers: RoleCost = _cost(1220, 15.3, 1.06)
     data_loaders: RoleCost = _cost(1410, 0, 5.72)
     ranks: RoleCost = _cost(1380, 14.2, 0.334)  # without the thread of the loop
     broker: RoleCost = _cost(543, 0, 2.19)
-    one_process: RoleCost = _cost(519, 35.3, 0.668, 1420)  # without the thread of the loop
+    one_process: RoleCost = _cost(519, 35.3, 0.668, 0, 1420)  # without the thread of the loop
     loop: RoleCost = _cost(874, 0, 0.106)  # the thread that trains, without torch's own work
     server_mib: _Cost = 70  # of a parameter server without rows
 
@@ -228,13 +241,14 @@ def work(job: Job, traffic: Traffic, num_servers: int) -> dict[str, Work]:
     pooled = {True: 0.0, False: 0.0}  # by rank, and by worker
     for slot in job.slots:
         pooled[_sent_rows(slot, job)[1] > 0] += 2.0 * job.batch_size * slot.hotness * job.dim
+    ids, rows = job.num_ids, job.num_distinct
     return {
-        SERVERS: Work(job.num_distinct, stored, new, num_servers),
-        WORKERS: Work(job.num_ids, sent + 2.0 * job.num_distinct * job.dim + pooled[False]),
-        RANKS: Work(job.num_ids, sent + traffic.submitted / 4 + pooled[True]),
-        LOADERS: Work(job.num_ids, published),
+        SERVERS: Work(0, stored, rows, new, num_servers),
+        WORKERS: Work(ids, sent + 2.0 * rows * job.dim + pooled[False], rows),
+        RANKS: Work(ids, sent + traffic.submitted / 4 + pooled[True]),
+        LOADERS: Work(ids, published),
         BROKER: Work(0, published),
-        ONE_PROCESS: Work(job.num_ids, sum(pooled.values()) + stored, new),
+        ONE_PROCESS: Work(ids, sum(pooled.values()) + stored, rows, new),
         LOOP: Work(0, 2.0 * job.batch_size * len(job.slots) * job.dim),
     }
 

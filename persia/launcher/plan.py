@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -237,32 +240,54 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
 
 def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:
     """Parameters of the dense model, and the processor time of a batch on this machine or 0."""
-    import torch
-
     from persia.models import DLRM, DCNv2
 
-    dim, size = given["dim"], min(given["batch_size"], _MAX_TIMED)
+    dim = given["dim"]
     bottom, top = [*given["bottom_mlp_sizes"][:-1], dim], given["top_mlp_sizes"]
     kind = DLRM if given["model"] == "dlrm" else DCNv2
     count = len(spec.numerical), len(spec.categorical), dim
     model = kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not times_model:
-        return num_parameters, 0.0
-    dense = [torch.randn(size, len(spec.numerical))]
-    embeddings = [torch.randn(size, dim, requires_grad=True) for _ in spec.categorical]
-    optimizer, spent, steps = torch.optim.SGD(model.parameters(), lr=1e-6), 0.0, -1
+    return num_parameters, _step_s(given, model, count) if times_model else 0.0
+
+
+def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -> float:
+    """Processor time that torch needs for the dense model and a batch, with one thread."""
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    size = min(given["batch_size"], _MAX_TIMED)
+    dense, labels = [torch.randn(size, count[0])], torch.rand(size, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    _keep_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use processor time, too
-    while spent < 0.5 or steps < 2:
+    seconds: list[float] = []
+    kept: deque[Any] = deque(maxlen=2)
+    while len(seconds) < 5 or sum(seconds) < 1.0:
+        # As in training, a batch has new tensors, and gradients stay until they are sent.
+        embeddings = [torch.randn(size, count[2], requires_grad=True) for _ in range(count[1])]
         begin = time.process_time()
         optimizer.zero_grad()
-        model(dense, embeddings).mean().backward()
+        loss: Any = binary_cross_entropy_with_logits(model(dense, embeddings), labels)
+        loss.backward()
         optimizer.step()
-        spent += time.process_time() - begin if steps >= 0 else 0.0  # the first step warms up
-        steps += 1
+        seconds.append(time.process_time() - begin)
+        kept.append(embeddings)
     torch.set_num_threads(num_threads)
-    return num_parameters, spent / steps * given["batch_size"] / size
+    of_batch: float = statistics.median(seconds) * given["batch_size"] / size
+    return of_batch
+
+
+def _keep_memory() -> None:
+    """Keeps what a step has freed for the next one, as the batches of other threads do in training.
+
+    Else glibc returns the end of the heap after each step, and cleared pages cost more than a small model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: where glibc's own rule ends
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def _show(plan: Plan, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The rate of a pipeline: the bounds that it reaches, and the competition for cores that keeps it below them."""
+"""The rate of a pipeline: the bounds that it reaches, and the competition for cores that keeps it below."""
 
 from __future__ import annotations
 
