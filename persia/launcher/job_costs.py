@@ -114,13 +114,13 @@ class Constants(Section):
     virtual machine.
     """
 
-    parameter_servers: RoleCost = _cost(154, 0, 1.64, 83.5, 1060)
-    embedding_workers: RoleCost = _cost(1220, 15.3, 1.06)
-    data_loaders: RoleCost = _cost(1410, 0, 5.72)
-    ranks: RoleCost = _cost(1380, 14.2, 0.334)  # without the thread of the loop
-    broker: RoleCost = _cost(543, 0, 2.19)
-    one_process: RoleCost = _cost(519, 35.3, 0.668, 0, 1420)  # without the thread of the loop
-    loop: RoleCost = _cost(874, 0, 0.106)  # the thread that trains, without torch's own work
+    parameter_servers: RoleCost = _cost(301, 0, 2.56, 43.9, 324)
+    embedding_workers: RoleCost = _cost(1260, 0, 0.809, 79)
+    data_loaders: RoleCost = _cost(1490, 0, 6.4)
+    ranks: RoleCost = _cost(1790, 1.43, 0.677)  # without the thread of the loop
+    broker: RoleCost = _cost(674, 0, 2.74)
+    one_process: RoleCost = _cost(1600, 0, 0.663, 165, 509)  # without the thread of the loop
+    loop: RoleCost = _cost(1700, 0, 0.106)  # the thread that trains, without torch's own work
     server_mib: _Cost = 70  # of a parameter server without rows
 
 

@@ -188,7 +188,8 @@ def _slowest(job: Job, hosts: Hosts, roles: Mapping[str, RolePlan]) -> tuple[flo
 def _rate(role: Role, batch_size: int, cpu_s: float, thread_s: float, num_bytes: float) -> tuple[float, str]:
     """Samples/s of one process, and what bounds it."""
     rates = {"processor": batch_size * (role.cores or math.inf) / max(cpu_s, 1e-12)}
-    rates["thread"] = batch_size / max(thread_s, 1e-12)
+    if thread_s:
+        rates["thread"] = batch_size / thread_s
     if role.network_gbit is not None and num_bytes:
         rates["network"] = batch_size * role.network_gbit * 1e9 / 8 / num_bytes
     if role.samples_per_s is not None:
