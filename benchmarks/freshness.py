@@ -1,4 +1,6 @@
-"""How old predictions are: from an update on the trainer until a server answers with it, by default at the defaults.
+"""How old predictions are: from an update on the trainer until a server answers with it.
+
+Intervals are the defaults unless they are given.
 
     python -m benchmarks.freshness --seconds 60
 

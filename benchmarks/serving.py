@@ -91,6 +91,7 @@ class Switching:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._step = folder, 1
+        self.loaded = 0  # versions that have answered
 
     async def run(self, address: str, probe: bytes) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -98,7 +99,7 @@ class Switching:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if _version_of(await infer(probe, timeout=TIMEOUT_S)) == str(self._step):
-                        self._step = 3 - self._step
+                        self._step, self.loaded = 3 - self._step, self.loaded + 1
                         use_version(self._folder, self._step)
                 await asyncio.sleep(0.5)
 

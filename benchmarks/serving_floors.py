@@ -145,7 +145,8 @@ def _while_loading(address: str, pid: int, folder: Path, seconds: float) -> Figu
     finally:
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
-    note = f"{most / 2:,.0f} requests/s, median {median(times_s) * 1e3:.1f} ms"
+    note = f"{most / 2:,.0f} requests/s, median {median(times_s) * 1e3:.1f} ms, "
+    note += f"{switching.loaded - 1} loads"  # it counts the version that was served before
     return Figure(
         "p99 at half of the capacity while 1e7 rows load",
         _p99_ms(times_s),
