@@ -1,4 +1,6 @@
-"""How old predictions are: from an update on the trainer until a server answers with it, all at the defaults.
+"""How old predictions are: from an update on the trainer until a server answers with it.
+
+Intervals are the defaults unless they are given.
 
     python -m benchmarks.freshness --seconds 60
 
@@ -80,12 +82,16 @@ class Traffic(IterableDataset):
             time.sleep(max(0.0, due - time.monotonic()))
 
 
-def train(directory: Path, num_rows: int, rate: float) -> None:
+def train(directory: Path, num_rows: int, rate: float, interval_ms: int) -> None:
     """Until it is told to stop. Writes the time of each step, as eight bytes, to `steps`."""
     model = Model()
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-    section = {"enable_incremental_update": True, "incremental_dir": str(directory / "packets")}
+    section = {
+        "enable_incremental_update": True,
+        "incremental_dir": str(directory / "packets"),
+        "incremental_interval_ms": interval_ms,
+    }
     with (
         (directory / "steps").open("wb", buffering=0) as steps,
         TrainCtx(
@@ -181,15 +187,18 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=number(above=0), default=50.0, help="training steps a second, of 256 samples"
     )
+    parser.add_argument("--interval-ms", type=whole(10), default=500, help="between two packets")
+    parser.add_argument("--poll", type=number(above=0), default=0.25, help="seconds between looks for one")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
-        train(options.train, options.rows, options.rate)
+        train(options.train, options.rows, options.rate, options.interval_ms)
         return
     with tempfile.TemporaryDirectory(prefix="persia-") as folder, contextlib.ExitStack() as stack:
         directory = Path(folder)
         (directory / "embedding_config.yml").write_text(yaml.safe_dump(SLOTS, sort_keys=False))
         arguments = ["--train", folder, "--rows", str(options.rows), "--rate", str(options.rate)]
+        arguments += ["--interval-ms", str(options.interval_ms)]
         trainer = stack.enter_context(running(directory / "train.log", "benchmarks.freshness", *arguments))
         end = time.monotonic() + START_S
         while not (directory / "model" / "manifest.json").exists():
@@ -199,7 +208,7 @@ def main() -> None:
         log = directory / "serve.log"
         serve = ["persia.launcher", "serve", str(directory / "model"), "--port", "0"]
         serve += ["--embedding-config", str(directory / "embedding_config.yml")]
-        serve += ["--incremental-dir", str(directory / "packets")]
+        serve += ["--incremental-dir", str(directory / "packets"), "--incremental-poll", str(options.poll)]
         server = stack.enter_context(running(log, *serve))
         metrics = found(log, r"metrics and status are at (\S+:\d+)", server)
         seen = ask(found(log, r"is served at (\S+:\d+)", server), options.seconds)

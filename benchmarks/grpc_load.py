@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 
 from persia.serving.protocol import SERVICE
 
-__all__ = ["Outcome", "closed_loop", "open_loop"]
+__all__ = ["INFER", "Outcome", "closed_loop", "open_loop"]
 
+INFER = f"/{SERVICE}/ModelInfer"
 _DATA, _HEADERS, _RST, _SETTINGS, _PING, _GOAWAY, _WINDOW = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _MAX_CONCURRENT_STREAMS, _INITIAL_WINDOW_SIZE = 3, 4  # settings
@@ -49,10 +50,11 @@ def _text(text: str) -> bytes:
     return bytes([len(text)]) + text.encode()
 
 
-# Header fields are literals without an entry in the table, behind fields of the static one.
-_FIELDS = b"\x83\x86\x04" + _text(f"/{SERVICE}/ModelInfer") + b"\x01" + _text("server")
-_FIELDS += b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers")
-_FIELDS += b"\x00" + _text("grpc-timeout")
+def _header_fields(path: str) -> bytes:
+    """Literals without an entry in the table, behind fields of the static one; the timeout follows."""
+    fields = b"\x83\x86\x04" + _text(path) + b"\x01" + _text("server")
+    fields += b"\x0f\x10" + _text("application/grpc") + b"\x00" + _text("te") + _text("trailers")
+    return fields + b"\x00" + _text("grpc-timeout")
 
 
 @dataclass
@@ -66,7 +68,8 @@ class _Request:
 
 
 class _Connection:
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, path: str = INFER) -> None:
+        self._fields = _header_fields(path)
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -93,7 +96,7 @@ class _Connection:
 
     def begin(self, message: bytes, due_s: float, timeout_s: float) -> None:
         stream, self._next = self._next, self._next + 2
-        fields = _FIELDS + _text(f"{max(1, int(timeout_s * 1e6))}u")
+        fields = self._fields + _text(f"{max(1, int(timeout_s * 1e6))}u")
         self._out += _frame(_HEADERS, _END_HEADERS, stream, fields)
         request = _Request(due_s, time.perf_counter(), message, self._stream_window)
         self._open[stream] = request
@@ -189,10 +192,15 @@ class _Connection:
 
 
 def closed_loop(
-    address: str, messages: Sequence[bytes], in_flight: int, seconds: float, timeout_s: float
+    address: str,
+    messages: Sequence[bytes],
+    in_flight: int,
+    seconds: float,
+    timeout_s: float,
+    path: str = INFER,
 ) -> Outcome:
-    """`in_flight` requests at a time."""
-    connection = _Connection(address)
+    """`in_flight` requests of the method `path` at a time."""
+    connection = _Connection(address, path)
     end_s, count = time.perf_counter() + seconds, 0
     while (now := time.perf_counter()) < end_s:
         while connection.num_open < in_flight and connection.fits(messages[count % len(messages)]):

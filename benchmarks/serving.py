@@ -1,5 +1,7 @@
 """How long predictions take at fixed rates: python -m benchmarks.serving wide --rates 50 100 200
 
+Without a model, all floors of serving beside what is reached: python -m benchmarks.serving
+
 Open loop: requests are sent when they are due, whether or not the ones before are answered, and a latency
 counts from that moment. A server that falls behind shows so, instead of slowing its clients down. Each rate
 is measured three times: with one version all the time, while versions change as fast as they can be loaded,
@@ -15,6 +17,7 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +33,7 @@ from benchmarks.own_core import own_core
 from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
 from benchmarks.serving_capacity import DEADLINE_S, overloaded, single, throughput
+from benchmarks.serving_floors import Figure, all_figures
 from persia.serving.protocol import SERVICE, message
 
 TIMEOUT_S = 10.0
@@ -87,6 +91,7 @@ class Switching:
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._step = folder, 1
+        self.loaded = 0  # versions that have answered
 
     async def run(self, address: str, probe: bytes) -> None:
         async with grpc.aio.insecure_channel(address) as channel:
@@ -94,7 +99,7 @@ class Switching:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if _version_of(await infer(probe, timeout=TIMEOUT_S)) == str(self._step):
-                        self._step = 3 - self._step
+                        self._step, self.loaded = 3 - self._step, self.loaded + 1
                         use_version(self._folder, self._step)
                 await asyncio.sleep(0.5)
 
@@ -125,7 +130,12 @@ async def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", choices=sorted(MODELS), help="adult: the example; wide: 26 slots of dim 16")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        choices=sorted(MODELS),
+        help="adult: the example; wide: 26 slots of dim 16; without it: a table of all floors",
+    )
     parser.add_argument(
         "--rates", type=number(above=0), nargs="+", default=[50, 100, 200], help="requests a second"
     )
@@ -139,7 +149,14 @@ def main() -> None:
     )
     parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and end")
     parser.add_argument("--capacity", action="store_true", help="nothing but most requests/s and overload")
+    parser.add_argument(
+        "--torchserve-python",
+        default=sys.executable,
+        help="an interpreter with torchserve, torch-model-archiver, torch and numpy, for the floors",
+    )
     arguments = parser.parse_args()
+    if arguments.model is None:
+        sys.exit(print_floors(arguments))
     if arguments.prepare and arguments.folder is None:
         parser.error("--prepare needs --folder, where the model stays")
     with contextlib.ExitStack() as stack:
@@ -165,6 +182,20 @@ def main() -> None:
         with served(folder, core=None) as server:
             os.sched_setaffinity(0, {min(cores)})
             measure_capacity(server, folder, arguments.seconds)
+
+
+def print_floors(options: argparse.Namespace) -> int:
+    """Prints a line for each floor; returns 1 if one is missed."""
+    with contextlib.ExitStack() as stack:
+        folder = options.folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-serving-")))
+        missed = False
+        print(f"cores: {len(os.sched_getaffinity(0))}, load average: {os.getloadavg()[0]:.1f}", flush=True)
+        for figure in all_figures(served, folder, options.seconds, options.torchserve_python):
+            print(figure, flush=True)
+            missed |= isinstance(figure, Figure) and not figure.is_met
+    return int(missed)
 
 
 def measure_rates(

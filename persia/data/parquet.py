@@ -175,30 +175,38 @@ class ParquetBatches:
 
     def read(self, first: int = 0) -> Iterator[Any]:
         """The rows of batch `first` and of all later ones, as Arrow tables. Skips earlier row groups."""
+        return self.read_some(range(first, len(self)))
+
+    def read_some(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """The rows of batches with ascending `numbers`. Reads each row group with such rows once."""
         import pyarrow as pa
 
-        skip, wanted = (self._begin + first) * self.batch_size, len(self) - first
         columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
-        rest: Any = None
+        begins = ((self._begin + number) * self.batch_size for number in numbers)
+        begin, parts, taken, end = next(begins, None), [], 0, 0
         for group in self._row_groups():
+            if begin is None:
+                return
             # Not by group.count_rows(), which counts the rows of the whole file.
-            if skip >= (num_rows := group.row_groups[0].num_rows):
-                skip -= num_rows
+            if begin + taken >= end + (num_rows := group.row_groups[0].num_rows):
+                end += num_rows
                 continue
             for rows in group.to_batches(
                 columns=columns, batch_size=self.batch_size, schema=self._data.schema
             ):
-                table, skip = pa.Table.from_batches([rows.slice(skip)]), max(0, skip - rows.num_rows)
-                table = table.replace_schema_metadata({_FILE: group.path})
-                table = table if rest is None else pa.concat_tables([rest, table])
-                while table.num_rows >= self.batch_size:
-                    if wanted <= 0:
-                        return
-                    yield table.slice(0, self.batch_size)
-                    table, wanted = table.slice(self.batch_size), wanted - 1
-                rest = table
-        if wanted > 0 and rest is not None and rest.num_rows:
-            yield rest
+                first, end = end, end + rows.num_rows
+                while begin is not None and begin + taken < end:
+                    part = rows.slice(begin + taken - first, self.batch_size - taken)
+                    table = pa.Table.from_batches([part])
+                    parts.append(table.replace_schema_metadata({_FILE: group.path}))
+                    taken += part.num_rows
+                    if taken == self.batch_size:
+                        yield parts[0] if len(parts) == 1 else pa.concat_tables(parts)
+                        begin, parts, taken = next(begins, None), [], 0
+                if begin is None:
+                    return
+        if parts:
+            yield pa.concat_tables(parts)
 
     def make(self, rows: Any, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
         """The batch of an Arrow table.

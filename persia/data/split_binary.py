@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -97,6 +97,10 @@ class SplitBinaryBatches:
     def read(self, first: int = 0) -> Iterator[int]:
         """The numbers of batch `first` and of those after it: nothing is read before `make`."""
         yield from range(first, len(self))
+
+    def read_some(self, numbers: Iterable[int]) -> Iterator[int]:
+        """The numbers of batches, ascending: nothing is read before `make`."""
+        yield from numbers
 
     def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
         """Batch number `rows`. Raises CorruptionError, which names file, field and offset of a value."""

@@ -1,6 +1,6 @@
-"""What a training job costs by role: rows, memory of servers, bytes and processor time of a batch.
+"""What a batch of a training job costs by role: rows, bytes and processor time.
 
-Pure arithmetic over the counts of a batch; `persia-launcher plan` reads its inputs and shows the result.
+Pure arithmetic over the counts of a batch; `job_plan` makes the plan of a whole job of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Cost = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 SERVERS, WORKERS, LOADERS = "parameter_servers", "embedding_workers", "data_loaders"
-RANKS, BROKER, ONE_PROCESS = "ranks", "broker", "one_process"
+RANKS, BROKER, ONE_PROCESS, LOOP = "ranks", "broker", "one_process", "loop"
 # Arrays of `dim` floats beside a row's embedding: docs/configuration.md, "Rows of a slot".
 _STATE_ARRAYS = {"sgd": 0, "rowwise_adagrad": 0, "adagrad": 1, "rmsprop": 1, "lion": 1} | dict.fromkeys(
     ("adam", "adamw", "adamax", "adadelta", "ftrl"), 2
 )
 _HAS_SCALAR = ("rowwise_adagrad", "adam", "adamw", "adamax")
 _ROW_OVERHEAD_BYTES = 25.4  # index and unfilled slabs: docs/performance_engine.md, "Memory of a row"
-_USABLE_MEMORY = 0.9  # dumps, requests and the system need the rest
 _EXACT_IDS = 1 << 16  # more frequent IDs have a probability each, rarer ones share that of a range
 
 
@@ -67,35 +66,61 @@ class Hosts(Section):
             raise ConfigError(f"{name}.memory_gib={memory.memory_gib}: give memory_gib and cores")
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a role does for one batch."""
+
+    ids: float
+    words: float  # of 4 bytes, which are read or written
+    rows: float = 0.0  # distinct IDs
+    new_rows: float = 0.0  # that are inserted
+    num_messages: int = 1  # processes that get a share of the batch
+
+    @property
+    def units(self) -> tuple[float, ...]:
+        """What each field of `RoleCost` multiplies."""
+        return self.num_messages, self.ids, self.words, self.rows, self.new_rows
+
+
 class RoleCost(Section):
-    """Processor time for a batch, an item (an ID; of servers, a distinct row) and a 4-byte word."""
+    """Processor time of each unit of `Work`: a message, an ID, a word, a row and a new row."""
 
     batch_us: _Cost
-    item_ns: _Cost
+    id_ns: _Cost
     word_ns: _Cost
+    row_ns: _Cost = 0.0
+    new_row_ns: _Cost = 0.0
 
-    def seconds(self, items: float, words: float, num_messages: int = 1) -> float:
-        """Of a batch, which `num_messages` processes get a share of."""
-        return num_messages * self.batch_us * 1e-6 + (self.item_ns * items + self.word_ns * words) * 1e-9
+    def seconds(self, work: Work) -> float:
+        """Of a batch."""
+        each = self.batch_us * 1e-6, *(getattr(self, f"{name}_ns") * 1e-9 for name in _PER_UNIT)
+        seconds: float = sum(cost * count for cost, count in zip(each, work.units, strict=True))
+        return seconds
 
 
-def _cost(batch_us: float, item_ns: float, word_ns: float) -> RoleCost:
-    return RoleCost(batch_us=batch_us, item_ns=item_ns, word_ns=word_ns)
+_PER_UNIT = ("id", "word", "row", "new_row")
+
+
+def _cost(
+    batch_us: float, id_ns: float, word_ns: float, row_ns: float = 0.0, new_row_ns: float = 0.0
+) -> RoleCost:
+    return RoleCost(batch_us=batch_us, id_ns=id_ns, word_ns=word_ns, row_ns=row_ns, new_row_ns=new_row_ns)
 
 
 class Constants(Section):
     """Measured costs: the file of `--constants`.
 
-    The defaults come from `python -m benchmarks.role_costs` on 2 cores of an AMD EPYC with AVX-512, a busy
+    The defaults come from `python -m benchmarks.role_costs` on one core of an AMD EPYC with AVX-512, a busy
     virtual machine.
     """
 
-    parameter_servers: RoleCost = _cost(35.3, 46.5, 1.26)
-    embedding_workers: RoleCost = _cost(758, 12.2, 0.753)
-    data_loaders: RoleCost = _cost(773, 0, 4.79)
-    ranks: RoleCost = _cost(3650, 12.8, 0.619)
-    broker: RoleCost = _cost(404, 0, 3.04)
-    one_process: RoleCost = _cost(2180, 25.3, 0.559)
+    parameter_servers: RoleCost = _cost(301, 0, 2.56, 43.9, 324)
+    embedding_workers: RoleCost = _cost(1260, 0, 0.809, 79)
+    data_loaders: RoleCost = _cost(1490, 0, 6.4)
+    ranks: RoleCost = _cost(1790, 1.43, 0.677)  # without the thread of the loop
+    broker: RoleCost = _cost(674, 0, 2.74)
+    one_process: RoleCost = _cost(1600, 0, 0.663, 165, 509)  # without the thread of the loop
+    loop: RoleCost = _cost(1700, 0, 0.106)  # the thread that trains, without torch's own work
     server_mib: _Cost = 70  # of a parameter server without rows
 
 
@@ -106,6 +131,7 @@ class SlotLoad(Section):
     hotness: Positive32 = 1
     rows: _Cost
     distinct: _Cost
+    new: _Cost = 0  # rows that a batch inserts
 
 
 class Job(Section):
@@ -118,6 +144,8 @@ class Job(Section):
     num_numerical: Annotated[int, Field(ge=0)] = 13
     dense_parameters: Annotated[int, Field(ge=0)] = 0  # which ranks all-reduce
     dense_cpu_s: _Cost = 0  # processor time of the dense model for a batch
+    read_cpu_s: _Cost = 0  # processor time of a data loader that reads and makes a batch
+    in_flight: Positive32 = 8  # batches between lookup and update: embedding_staleness
     slots: list[SlotLoad]
 
     def check(self) -> None:
@@ -133,6 +161,11 @@ class Job(Section):
         lines = _round_up(floats, 16)
         stride = lines if lines - floats <= 4 else _round_up(floats, 4)
         return 4 * (stride + (self.optimizer in _HAS_SCALAR)) + _ROW_OVERHEAD_BYTES
+
+    @property
+    def state_arrays(self) -> int:
+        """Arrays of `dim` floats beside a row's embedding."""
+        return _STATE_ARRAYS[self.optimizer]
 
     @property
     def num_rows(self) -> float:
@@ -198,126 +231,26 @@ class Traffic:
         }
 
 
-def work(job: Job, traffic: Traffic) -> dict[str, tuple[float, float]]:
-    """(items, words) of a batch for each role: what `RoleCost` multiplies."""
+def work(job: Job, traffic: Traffic, num_servers: int) -> dict[str, Work]:
+    """Of a batch, by role. LOOP is the thread that trains, which is left out of RANKS and ONE_PROCESS."""
     published = (traffic.id_features + traffic.submitted) / 4
     sent = (traffic.embeddings + traffic.gradients) / 4
-    rows = 2.0 * job.num_distinct * job.dim
-    pooled = 2.0 * job.batch_size * len(job.slots) * job.dim
+    new = sum(slot.new for slot in job.slots)
+    stored = job.num_distinct * job.dim * (2 + job.state_arrays) + new * job.dim * (1 + job.state_arrays)
+    # Pooling reads a row for each ID, and sums of gradients write one.
+    pooled = {True: 0.0, False: 0.0}  # by rank, and by worker
+    for slot in job.slots:
+        pooled[_sent_rows(slot, job)[1] > 0] += 2.0 * job.batch_size * slot.hotness * job.dim
+    ids, rows = job.num_ids, job.num_distinct
     return {
-        SERVERS: (job.num_distinct, rows),
-        WORKERS: (job.num_ids, sent + rows),
-        RANKS: (job.num_ids, sent + pooled),
-        LOADERS: (job.num_ids, published),
-        BROKER: (0, published),
-        ONE_PROCESS: (job.num_ids, pooled + rows),
+        SERVERS: Work(0, stored, rows, new, num_servers),
+        WORKERS: Work(ids, sent + 2.0 * rows * job.dim + pooled[False], rows),
+        RANKS: Work(ids, sent + traffic.submitted / 4 + pooled[True]),
+        LOADERS: Work(ids, published),
+        BROKER: Work(0, published),
+        ONE_PROCESS: Work(ids, sum(pooled.values()) + stored, rows, new),
+        LOOP: Work(0, 2.0 * job.batch_size * len(job.slots) * job.dim),
     }
-
-
-@dataclass(frozen=True)
-class RolePlan:
-    """The processes of a role. Bytes and processor time are those of a batch, all processes together."""
-
-    count: int
-    memory_bytes: float | None  # of each; None: not predicted
-    received_bytes: float
-    sent_bytes: float
-    cpu_s: float
-    samples_per_s: float | None  # of all processes; None: they share a machine
-    limit: str  # what bounds it: processor, network or device
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The prediction for one job."""
-
-    num_rows: float
-    row_bytes: float
-    ids_of_batch: int
-    rows_of_batch: float
-    traffic: Traffic
-    roles: dict[str, RolePlan]
-    samples_per_s: float
-    limit: str  # role and resource
-    fits: bool  # whether the rows fit the memory
-
-
-def plan_job(job: Job, hosts: Hosts, constants: Constants, target: float | None = None) -> Plan:
-    """Predicts a job on `hosts`; a role without a count gets as many processes as `target` samples/s need.
-
-    Without `target` the ranks decide. Raises ConfigError if neither says how fast the job shall be.
-    """
-    given = {name: getattr(hosts, name).count for name in (RANKS, LOADERS, WORKERS, BROKER, SERVERS)}
-    if hosts.machine is None and target is None and given[RANKS] is None:
-        raise ConfigError("ranks.count=None: give it, or the speed that you need as --samples-per-s")
-    counts = {name: count or 1 for name, count in given.items()}
-    total, base = job.num_rows * job.row_bytes, constants.server_mib * 2**20
-    if hosts.machine is None and given[SERVERS] is None:
-        gib = hosts.parameter_servers.memory_gib or 0
-        if (room := gib * 2**30 * _USABLE_MEMORY - base) <= 0:
-            raise ConfigError(
-                f"parameter_servers.memory_gib={gib} has no room for rows: a server without rows takes "
-                f"{constants.server_mib:.0f} MiB"
-            )
-        counts[SERVERS] = max(1, math.ceil(total / room))
-    roles: dict[str, RolePlan] = {}
-    for name in counts:
-        role: Role = getattr(hosts, name)
-        traffic = Traffic.of(job, counts[SERVERS], counts[RANKS])
-        received, sent = traffic.by_role()[name]
-        num_messages = counts[SERVERS] if name == SERVERS else 1  # a batch has rows of all servers
-        cpu_s = getattr(constants, name).seconds(*work(job, traffic)[name], num_messages)
-        cpu_s += job.dense_cpu_s if name == RANKS else 0
-        rate, limit = _rate(name, role, job.batch_size, cpu_s, max(received, sent))
-        if hosts.machine is None and target is not None and given[name] is None and name != BROKER:
-            counts[name] = max(counts[name], math.ceil(target / rate))
-        count = counts[name]
-        target = target or rate * count  # the roles that follow keep up with the ranks
-        memory = total / count + base if name == SERVERS else None
-        of_all = None if hosts.machine else rate * count
-        roles[name] = RolePlan(count, memory, received, sent, cpu_s, of_all, limit)
-    return _summary(job, hosts, traffic, roles)
-
-
-def plan_process(job: Job, machine: Role, constants: Constants) -> Plan:
-    """Predicts a job in one process, without servers. Its memory is that of rows alone."""
-    traffic = Traffic.of(job, 1, 1)
-    cpu_s = constants.one_process.seconds(*work(job, traffic)[ONE_PROCESS]) + job.dense_cpu_s
-    role = RolePlan(1, job.num_rows * job.row_bytes, 0, 0, cpu_s, None, "processor")
-    return _summary(job, Hosts(machine=machine), traffic, {ONE_PROCESS: role})
-
-
-def _summary(job: Job, hosts: Hosts, traffic: Traffic, roles: dict[str, RolePlan]) -> Plan:
-    if hosts.machine is None:
-        slowest = min(roles, key=lambda name: roles[name].samples_per_s or math.inf)
-        rate, limit = roles[slowest].samples_per_s or 0.0, roles[slowest].limit
-        needed, memory_gib = roles[SERVERS].memory_bytes or 0, hosts.parameter_servers.memory_gib
-    else:
-        slowest = max(roles, key=lambda name: roles[name].cpu_s)
-        cpu_s = sum(role.cpu_s for role in roles.values())
-        rate, limit = _rate("machine", hosts.machine, job.batch_size, cpu_s, 0)
-        device = hosts.ranks.samples_per_s
-        if device is not None and device * roles[RANKS].count < rate:
-            slowest, rate, limit = RANKS, device * roles[RANKS].count, "device"
-        needed = sum(role.count * (role.memory_bytes or 0) for role in roles.values())
-        memory_gib = hosts.machine.memory_gib
-    fits = needed <= (memory_gib or math.inf) * 2**30 * _USABLE_MEMORY
-    counts = job.num_rows, job.row_bytes, job.num_ids, job.num_distinct
-    return Plan(*counts, traffic, roles, rate, f"{slowest}: {limit}", fits)
-
-
-def _rate(name: str, role: Role, batch_size: int, cpu_s: float, num_bytes: float) -> tuple[float, str]:
-    """Samples/s of one process, and what bounds it."""
-    cores = role.cores or math.inf
-    if name == LOADERS:
-        cores = min(cores, 1.0)  # Python makes the batches of a loader one by one
-    rates = {"processor": batch_size * cores / max(cpu_s, 1e-12)}
-    if role.network_gbit is not None and num_bytes:
-        rates["network"] = batch_size * role.network_gbit * 1e9 / 8 / num_bytes
-    if role.samples_per_s is not None:
-        rates["device"] = role.samples_per_s
-    limit = min(rates, key=lambda name: rates[name])
-    return rates[limit], limit
 
 
 def _sent_rows(slot: SlotLoad, job: Job) -> tuple[float, float]:

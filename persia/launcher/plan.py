@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -15,9 +18,10 @@ from persia.launcher.options import COUNT, option
 
 if TYPE_CHECKING:
     from persia.data import FeatureSpec
-    from persia.launcher.job_costs import Hosts, Job, Plan, Role, SlotLoad
+    from persia.launcher.job_costs import Hosts, Job, Role, SlotLoad
+    from persia.launcher.job_plan import Plan
 
-_MAX_TIMED = 4096  # samples of the batch with which the dense model is timed
+_MAX_TIMED = 8192  # samples of the batch with which the dense model is timed
 _GIB = 2**30
 
 
@@ -43,6 +47,12 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
 @option("--dim", type=click.IntRange(1, 65536), default=128, help="Elements of an embedding.")
 @option("--optimizer", default="sgd", metavar="NAME", help="Of the embeddings, as in embedding_config.yml.")
 @option(
+    "--embedding-staleness",
+    type=click.IntRange(min=1),
+    default=8,
+    help="Batches of a rank between lookup and update.",
+)
+@option(
     "--row-dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
     default="float32",
@@ -62,7 +72,7 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
     "--sample",
     metavar="DIR",
     help="Count the distinct IDs in batches of this data set, a folder with a "
-    "feature_spec.yaml. Without it: a power law.",
+    "feature_spec.yaml, and time its reading. Without it: a power law, and no reading.",
 )
 @option("--mapping", default="train", help="Mapping of the feature spec in --sample.")
 @option("--sample-batches", type=click.IntRange(min=2), default=16, help="Batches of --sample to read.")
@@ -101,19 +111,20 @@ def command(**given: Any) -> None:
       ranks: {count: 8, cores: 8, network_gbit: 25, samples_per_s: 500000}
 
     samples_per_s is the speed of the dense model on one rank's GPU. Without it, the model is timed on this
-    machine's processor. The slowest role limits the job.
+    machine's processor, with one thread. The last line names what limits the job. A thread is that of a
+    rank's training loop, or of a data loader.
     """
     from persia.config.loading import load_section
-    from persia.launcher import job_costs
+    from persia.launcher import job_costs, job_plan
 
     path = given["constants"]
     constants = load_section(job_costs.Constants, path) if path else job_costs.Constants()
     hosts = _hosts(given["hosts"])
     job = _job(given, times_model=hosts.ranks.samples_per_s is None or given["in_process"])
     if given["in_process"]:
-        plan = job_costs.plan_process(job, hosts.machine or _this_machine(), constants)
+        plan = job_plan.plan_process(job, hosts.machine or _this_machine(), constants)
     else:
-        plan = job_costs.plan_job(job, hosts, constants, given["samples_per_s"])
+        plan = job_plan.plan_job(job, hosts, constants, given["samples_per_s"])
     if given["as_json"]:
         click.echo(json.dumps(asdict(plan), indent=2))
     else:
@@ -145,12 +156,15 @@ def _job(given: Mapping[str, Any], *, times_model: bool) -> Job:
     spec = FeatureSpec.load(given["feature_spec"])
     parameters, cpu_s = _dense(given, spec, times_model=times_model)
     names = ("batch_size", "dim", "optimizer", "row_dtype")
+    slots, read_s = _sampled(given, spec) if given["sample"] else (_assumed(given, spec), 0.0)
     return Job(
         **{name: given[name] for name in names},
+        in_flight=given["embedding_staleness"],
         num_numerical=len(spec.numerical),
         dense_parameters=parameters,
         dense_cpu_s=cpu_s,
-        slots=_sampled(given, spec) if given["sample"] else _assumed(given, spec),
+        read_cpu_s=read_s,
+        slots=slots,
     )
 
 
@@ -171,80 +185,109 @@ def _assumed(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
         samples = given["samples"]
         rows = expected_distinct(size, samples * feature.hotness, alpha) if samples else float(size)
         distinct = expected_distinct(size, given["batch_size"] * feature.hotness, alpha)
-        slots.append(SlotLoad(name=name, hotness=feature.hotness, rows=rows, distinct=distinct))
+        new = rows * given["batch_size"] / samples if samples else 0.0
+        slots.append(SlotLoad(name=name, hotness=feature.hotness, rows=rows, distinct=distinct, new=new))
     return slots
 
 
-def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
-    """The slots by counting IDs in batches spread over the data."""
+def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad], float]:
+    """The slots by counting IDs in batches spread over the data, and seconds to read and make a batch."""
     import numpy as np
 
     from persia.data import FeatureSpec, open_batches
     from persia.errors import ConfigError
     from persia.launcher.job_costs import SlotLoad, grown
 
-    sample = FeatureSpec.load(given["sample"])
-    batches = open_batches(sample, given["mapping"], batch_size=given["batch_size"])
+    sample, size = FeatureSpec.load(given["sample"]), given["batch_size"]
+    batches = open_batches(sample, given["mapping"], batch_size=size)
     if different := set(sample.categorical) ^ set(spec.categorical):
         raise ConfigError(
             f"--sample={given['sample']} and --feature-spec={given['feature_spec']} differ in the slots "
             f"{', '.join(sorted(different))}: name a sample of the same data"
         )
     num_read = min(given["sample_batches"], len(batches))
-    numbers = np.linspace(0, len(batches) - 1, num_read).round().astype(int)
+    numbers = np.linspace(0, len(batches) - 1, num_read).round().astype(int).tolist()
     per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
     seen: dict[str, Any] = {}
-    half: dict[str, int] = {}
-    # Every second one first, so that both halves are spread over the data.
-    for place, number in enumerate([*numbers[::2], *numbers[1::2]]):
-        rows: Any = next(iter(batches.read(int(number))))
-        for feature in batches.make(rows, requires_grad=False).id_type_features:
+    half: dict[str, Any] = {}  # of every second batch, so that these are spread over the data, too
+    seconds, reading, place = [], batches.read_some(numbers), 0
+    while True:
+        begin = time.process_time()
+        if (rows := next(reading, None)) is None:
+            break
+        made = batches.make(rows, requires_grad=False)
+        seconds.append(time.process_time() - begin)
+        for feature in made.id_type_features:
             found = np.unique(feature.ids)
             per_batch[feature.name].append(len(found))
-            seen[feature.name] = np.union1d(seen.get(feature.name, found[:0]), found)
-            if place < max(1, num_read // 2):
-                half[feature.name] = len(seen[feature.name])
-    share = (given["samples"] or batches.num_rows) / min(num_read * batches.batch_size, batches.num_rows)
-    slots = []
+            for counts in (seen, half) if place % 2 or num_read == 1 else (seen,):
+                counts[feature.name] = np.union1d(counts.get(feature.name, found[:0]), found)
+        place += 1
+    samples = given["samples"] or batches.num_rows
+    share, slots = samples / min(num_read * size, batches.num_rows), []
     for name in spec.categorical:
-        size = spec.features[name].cardinality
-        if size and not given["samples"]:
-            rows = float(size)  # of the whole data, which has them all
+        cardinality = spec.features[name].cardinality
+        if cardinality and not given["samples"]:
+            num_rows = float(cardinality)  # of the whole data, which has them all
         else:
-            rows = grown(len(seen[name]), half[name], share, bound=float(size or "inf"))
+            bound = float(cardinality or "inf")
+            num_rows = grown(len(seen[name]), len(half[name]), share, bound=bound)
         hotness, distinct = spec.features[name].hotness, float(np.mean(per_batch[name]))
-        slots.append(SlotLoad(name=name, hotness=hotness, rows=rows, distinct=distinct))
-    return slots
+        new = num_rows * size / samples
+        slots.append(SlotLoad(name=name, hotness=hotness, rows=num_rows, distinct=distinct, new=new))
+    return slots, float(np.median(seconds))
 
 
 def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:
     """Parameters of the dense model, and the processor time of a batch on this machine or 0."""
-    import torch
-
     from persia.models import DLRM, DCNv2
 
-    dim, size = given["dim"], min(given["batch_size"], _MAX_TIMED)
+    dim = given["dim"]
     bottom, top = [*given["bottom_mlp_sizes"][:-1], dim], given["top_mlp_sizes"]
     kind = DLRM if given["model"] == "dlrm" else DCNv2
     count = len(spec.numerical), len(spec.categorical), dim
     model = kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not times_model:
-        return num_parameters, 0.0
-    dense = [torch.randn(size, len(spec.numerical))]
-    embeddings = [torch.randn(size, dim, requires_grad=True) for _ in spec.categorical]
-    optimizer, spent, steps = torch.optim.SGD(model.parameters(), lr=1e-6), 0.0, -1
+    return num_parameters, _step_s(given, model, count) if times_model else 0.0
+
+
+def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -> float:
+    """Processor time that torch needs for the dense model and a batch, with one thread."""
+    import torch
+    from torch.nn.functional import binary_cross_entropy_with_logits
+
+    size = min(given["batch_size"], _MAX_TIMED)
+    dense, labels = [torch.randn(size, count[0])], torch.rand(size, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    _keep_memory()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use processor time, too
-    while spent < 0.5 or steps < 2:
+    seconds: list[float] = []
+    kept: deque[Any] = deque(maxlen=2)
+    while len(seconds) < 5 or sum(seconds) < 1.0:
+        # As in training, a batch has new tensors, and gradients stay until they are sent.
+        embeddings = [torch.randn(size, count[2], requires_grad=True) for _ in range(count[1])]
         begin = time.process_time()
         optimizer.zero_grad()
-        model(dense, embeddings).mean().backward()
+        loss: Any = binary_cross_entropy_with_logits(model(dense, embeddings), labels)
+        loss.backward()
         optimizer.step()
-        spent += time.process_time() - begin if steps >= 0 else 0.0  # the first step warms up
-        steps += 1
+        seconds.append(time.process_time() - begin)
+        kept.append(embeddings)
     torch.set_num_threads(num_threads)
-    return num_parameters, spent / steps * given["batch_size"] / size
+    of_batch: float = statistics.median(seconds) * given["batch_size"] / size
+    return of_batch
+
+
+def _keep_memory() -> None:
+    """Keeps what a step has freed for the next one, as the batches of other threads do in training.
+
+    Else glibc returns the end of the heap after each step, and cleared pages cost more than a small model.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: where glibc's own rule ends
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def _show(plan: Plan, job: Job) -> None:

@@ -86,6 +86,27 @@ def test_reading_begins_at_any_batch(folder: Path, first: int) -> None:
     assert users_of(made(open_all(folder), first)) == slices(0, NUM_ROWS)[first:]
 
 
+@pytest.mark.parametrize("numbers", [[0, 3, 10], [3, 4], [9], []])
+def test_chosen_batches_are_read_in_one_pass(
+    folder: Path, numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches, decoded = open_all(folder), []
+    listed = list(batches._row_groups())
+
+    class Group:
+        def __init__(self, group: Any) -> None:
+            self._group, self.row_groups, self.path = group, group.row_groups, group.path
+
+        def to_batches(self, **options: Any) -> Any:
+            decoded.append(self)
+            return self._group.to_batches(**options)
+
+    monkeypatch.setattr(batches, "_row_groups", lambda: map(Group, listed))
+    chosen = [batches.make(rows, requires_grad=True) for rows in batches.read_some(numbers)]
+    assert users_of(chosen) == [slices(0, NUM_ROWS)[number] for number in numbers]
+    assert len(set(decoded)) == len(decoded) < len(listed), "groups without such rows are skipped"
+
+
 @pytest.mark.parametrize("size", [1, 7, 17, 1000])
 def test_any_batch_size(folder: Path, size: int) -> None:
     batches = open_all(folder, batch_size=size)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
 from persia.errors import ConfigError
-from persia.launcher import cli, job_costs
+from persia.launcher import cli, job_costs, job_plan
 from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
 from persia.messaging.payloads import IdsRequest, SubmittedBatch
 
@@ -122,6 +122,63 @@ def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
     assert json.loads(run(tmp_path, *words, spec=tmp_path).output)["num_rows"] == 50
 
 
+def test_a_sample_says_how_long_a_loader_reads(tmp_path: Path) -> None:
+    clicks = SyntheticClicks([500, 80], num_batches=4, batch_size=4096, num_numerical=2)
+    clicks.write_split_binary(str(tmp_path))
+    clicks.spec(str(tmp_path)).save()
+    plans = [
+        json.loads(run(tmp_path, "--batch-size", "4096", "--json", *words, spec=tmp_path).output)["roles"]
+        for words in ((), ("--sample", str(tmp_path)))
+    ]
+    assumed, sampled = (plan["data_loaders"]["cpu_s"] for plan in plans)
+    assert sampled > assumed > 0
+
+
+def test_new_rows_cost_time_of_servers() -> None:
+    slots = [SlotLoad(name="a", rows=1e6, distinct=1000, new=new) for new in (0, 500)]
+    hosts = Hosts(machine=Role(cores=2.0, memory_gib=8.0))
+    old, new = (
+        job_plan.plan_job(Job(batch_size=2048, dim=16, slots=[slot]), hosts, Constants()) for slot in slots
+    )
+    assert new.roles["parameter_servers"].cpu_s > 1.2 * old.roles["parameter_servers"].cpu_s
+    assert new.samples_per_s < old.samples_per_s
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_thread_of_the_loop_limits_a_large_machine(in_process: bool) -> None:
+    slot = SlotLoad(name="a", rows=1e6, distinct=1000)
+    job = Job(batch_size=2048, dim=16, dense_cpu_s=0.05, slots=[slot])
+    machine = Role(cores=64.0, memory_gib=8.0)
+    if in_process:
+        plan = job_plan.plan_process(job, machine, Constants())
+    else:
+        plan = job_plan.plan_job(job, Hosts(machine=machine), Constants())
+    name = "one_process" if in_process else "ranks"
+    assert plan.limit == f"{name}: thread"
+    assert plan.samples_per_s == pytest.approx(2048 / plan.roles[name].thread_s, rel=0.02)
+
+
+def test_one_batch_in_flight_is_slower() -> None:
+    slot = SlotLoad(name="a", rows=1e6, distinct=1000)
+    hosts = [
+        Hosts(machine=Role(cores=64.0, memory_gib=8.0)),
+        Hosts(
+            parameter_servers=Role(cores=8, memory_gib=8, count=1),
+            ranks=Role(cores=8, count=1),
+            embedding_workers=Role(cores=8, count=8),
+            data_loaders=Role(cores=8, count=8),
+            broker=Role(cores=8),
+        ),
+    ]
+    jobs = [
+        Job(batch_size=2048, dim=16, dense_cpu_s=0.005, in_flight=count, slots=[slot]) for count in (1, 8)
+    ]
+    for one in hosts:
+        plans = [job_plan.plan_job(job, one, Constants()) for job in jobs]
+        assert plans[0].limit == "ranks: batches in flight"
+        assert plans[0].samples_per_s < 0.9 * plans[1].samples_per_s
+
+
 def test_one_process(tmp_path: Path) -> None:
     words = (
         "--in-process",
@@ -162,8 +219,8 @@ def test_a_hosts_file_of_a_call_obeys_the_same_rules() -> None:
         Hosts(machine=Role(cores=2.0))
     job = Job(batch_size=8, dim=8, slots=[SlotLoad(name="a", rows=10, distinct=4)])
     machine = Role(cores=2.0, memory_gib=1.0)
-    plan = job_costs.plan_job(job, Hosts(machine=machine), Constants())
+    plan = job_plan.plan_job(job, Hosts(machine=machine), Constants())
     assert plan.limit == "ranks: processor"
     assert plan.fits
-    plan = job_costs.plan_job(job, Hosts(machine=machine, ranks=Role(samples_per_s=1.0)), Constants())
+    plan = job_plan.plan_job(job, Hosts(machine=machine, ranks=Role(samples_per_s=1.0)), Constants())
     assert (plan.limit, plan.samples_per_s) == ("ranks: device", 1.0)
