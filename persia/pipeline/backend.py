@@ -240,6 +240,28 @@ class ClusterBackend(EmbeddingBackend):
                 return self.lookup_direct(
                     bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
                 )
+        return self._look_up_held(reference, id_features, call)
+
+    def look_up_whole(
+        self, reference: BatchReference | None, id_features: bytes | memoryview
+    ) -> LookupResult:
+        """The lookup of `ExactCalls`; without a reference, of a batch that was built in this process."""
+        look_up = self.client.lookup_whole
+        if reference is not None:
+            call = partial(look_up, id_features=id_features, timeout_s=self._deadline_s)
+            return self._look_up_held(reference, id_features, call)
+        self._num_direct_lookups += 1
+        anywhere = BatchReference(self._num_direct_lookups % (1 << 31), 0, 0)
+        result = self._call_any(partial(look_up, anywhere, id_features, timeout_s=self._deadline_s))
+        self._held.keep(result.reference, id_features)
+        return result
+
+    def _look_up_held(
+        self,
+        reference: BatchReference,
+        id_features: bytes | memoryview,
+        call: Callable[[BatchReference], LookupResult],
+    ) -> LookupResult:
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)
@@ -267,6 +289,9 @@ class ClusterBackend(EmbeddingBackend):
         call = partial(super().return_gradients, gradients=gradients, scale=scale)
         try:
             return self._call_holder(reference, call)
+        except BaseException as failure:
+            self.client.fail_exact(reference, str(failure))  # an exact context has applied them already
+            raise
         finally:
             self._held.forget(reference)  # an error is final: gradients are not sent again
 
