@@ -310,7 +310,7 @@ StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& ref
   // One that goes to another worker waits for the acknowledgement of the one before it.
   const auto may_be_sent = [&] {
     if (!status_.ok() || !unacknowledged_.contains(batch.update)) return true;
-    if (batch.update >= unacknowledged_.begin()->first + kMaxSent) return false;
+    if (batch.update >= unacknowledged_.begin()->first + worker::kMaxOrderedReturns) return false;
     const auto before = unacknowledged_.find(batch.update - 1);
     outgoing.after = {};
     if (before == unacknowledged_.end()) return true;
@@ -340,7 +340,6 @@ Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnRe
                            "evict rows; load a checkpoint and begin a new loop");
   }
   const Status status = status_;
-  unacknowledged_.erase(batch->update);
   EndLocked(batch);
   return status;
 }
@@ -351,7 +350,6 @@ void ExactRows::Fail(const BatchReference& reference, const Status& status) {
   if (found == batches_.end()) return;
   if (status_.ok()) status_ = status;
   const BatchPtr batch = found->second;
-  unacknowledged_.erase(batch->update);
   EndLocked(batch);
 }
 
@@ -362,6 +360,7 @@ void ExactRows::End(const BatchReference& reference) {
 }
 
 void ExactRows::EndLocked(const BatchPtr& batch) {
+  unacknowledged_.erase(batch->update);
   for (const BatchReference& name : batch->references) {
     batches_.erase({name.worker_incarnation, name.reference});
   }

@@ -42,10 +42,6 @@ namespace persia::client {
 
 class ExactRows {
  public:
-  // Updates on their way to a worker at a time. Each may occupy one of its handler threads, of
-  // which it has as many, until the one before it is applied.
-  static constexpr uint64_t kMaxSent = 4;
-
   struct Batch;
   using BatchPtr = std::shared_ptr<Batch>;
 

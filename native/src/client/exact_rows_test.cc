@@ -26,8 +26,10 @@ using testing::Soon;
 using testing::Take;
 
 TrainConfig Config(OptimizerKind kind) {
-  TrainConfig config = testing::Adam();
-  config.optimizer.kind = kind;
+  TrainConfig config;
+  config.initializer.seed = 7;
+  config.optimizer = kOptimizers[static_cast<size_t>(kind)].defaults;
+  config.optimizer.lr = 0.05f;
   return config;
 }
 
@@ -99,12 +101,11 @@ class ExactRank {
       while (next_lookup_ < num_steps && next_lookup_ < num_returned_ + in_flight_) LookUp();
       const BatchReference reference = Must(lookups_.front().get()).reference;
       lookups_.pop_front();
-      const auto pooled = Must(client_.PoolExact(reference));
-      history.push_back(Take(pooled));
-      auto gradients = std::make_unique<Gradients>(pooled);
-      Disturb(step, gradients.get());
-      EXPECT_TRUE(client_.ApplyExact(reference, 2.0f, gradients->slots).ok());
-      waiting_.emplace_back(reference, std::move(gradients));
+      auto trained = std::make_unique<Step>(Must(client_.PoolExact(reference)));
+      history.push_back(Take(trained->pooled));
+      Disturb(step, &trained->gradients);
+      EXPECT_TRUE(client_.ApplyExact(reference, 2.0f, trained->gradients.slots).ok());
+      waiting_.emplace_back(reference, std::move(trained));
       // As late as the bound allows, so that lookups miss as many updates as they may.
       if (step + 1 - num_returned_ >= in_flight_) Return(1 + random_() % ((in_flight_ + 1) / 2));
     }
@@ -113,6 +114,12 @@ class ExactRank {
   }
 
  private:
+  struct Step {
+    explicit Step(LookupResult result) : pooled(std::move(result)), gradients(pooled) {}
+    LookupResult pooled;  // which has the names of the slots
+    Gradients gradients;
+  };
+
   // Every third batch comes with its lookup, as in a rank without loaders.
   void LookUp() {
     const auto bytes = BatchOf(next_lookup_);
@@ -128,12 +135,11 @@ class ExactRank {
   void Return(size_t count) {
     std::vector<std::future<StatusOr<ReturnReport>>> calls;
     for (; count > 0 && !waiting_.empty(); --count, ++num_returned_) {
-      auto& [reference, gradients] = waiting_.front();
-      calls.push_back(std::async(
-          std::launch::async,
-          [this, reference = reference, gradients = std::shared_ptr(std::move(gradients))] {
-            return client_.ReturnGradients(reference, 2.0f, gradients->slots, Soon());
-          }));
+      auto& [reference, step] = waiting_.front();
+      calls.push_back(std::async(std::launch::async, [this, reference = reference,
+                                                      step = std::shared_ptr(std::move(step))] {
+        return client_.ReturnGradients(reference, 2.0f, step->gradients.slots, Soon());
+      }));
       waiting_.pop_front();
     }
     for (auto& call : calls) Must(call.get());
@@ -145,7 +151,7 @@ class ExactRank {
   std::mt19937 random_{17};
   uint32_t next_lookup_ = 0, num_returned_ = 0;
   std::deque<std::future<StatusOr<LookupResult>>> lookups_;
-  std::deque<std::pair<BatchReference, std::unique_ptr<Gradients>>> waiting_;
+  std::deque<std::pair<BatchReference, std::unique_ptr<Step>>> waiting_;
 };
 
 void ExpectExact(OptimizerKind kind, uint32_t in_flight, uint32_t num_servers,
@@ -183,6 +189,121 @@ TEST(ExactRowsTest, WithEachOptimizer) {
 }
 
 TEST(ExactRowsTest, WithSeveralWorkers) { ExpectExact(OptimizerKind::kAdam, 8, 2, 3); }
+
+// A rank that has trained one of two batches in flight; the update of the first is not sent.
+struct Interrupted {
+  explicit Interrupted(Cluster& cluster) {
+    RemoteClient& client = cluster.client();
+    ExactRank::Begin(client);
+    EXPECT_TRUE(client.Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+    first = cluster.Register(BatchOf(0));
+    EXPECT_TRUE(client.LookupWhole(first, BatchOf(0), Soon()).ok());
+    pooled = Must(client.PoolExact(first));
+    gradients = std::make_unique<Gradients>(pooled);
+    EXPECT_TRUE(client.ApplyExact(first, 1.0f, gradients->slots).ok());
+  }
+  BatchReference first;
+  LookupResult pooled;
+  std::unique_ptr<Gradients> gradients;
+};
+
+TEST(ExactRowsTest, AServerThatIsStartedAgainIsAnError) {
+  Cluster cluster(2);
+  Interrupted rank(cluster);
+  RemoteClient& client = cluster.client();
+  for (const uint32_t server : {0, 1}) {
+    cluster.StopServer(server);
+    cluster.StartServer(server);
+  }
+  const auto later = BatchOf(3);
+  const auto failed = client.LookupWhole(cluster.Register(later), later, Soon()).status();
+  EXPECT_EQ(failed.code(), StatusCode::kFailedPrecondition) << failed.ToString();
+  EXPECT_NE(failed.message().find("was started again"), std::string::npos) << failed.ToString();
+  EXPECT_FALSE(client.PoolExact(rank.first).ok());
+  // With the last batch in flight the old rows go: the next one has those of the servers.
+  EXPECT_TRUE(client.Release(rank.first, Soon()).ok());
+  const auto next = Must(client.LookupWhole(cluster.Register(later), later, Soon()));
+  const auto fresh = Must(client.PoolExact(next.reference));
+  EXPECT_EQ(Take(fresh), Take(Must(client.LookupDirect(0, later, true, Soon()))));
+}
+
+TEST(ExactRowsTest, AnUpdateOfRowsThatTheServersHaveLostIsAnError) {
+  Cluster cluster(1);
+  Interrupted rank(cluster);
+  cluster.StopServer(0);
+  cluster.StartServer(0);
+  const auto lost =
+      cluster.client().ReturnGradients(rank.first, 1.0f, rank.gradients->slots, Soon()).status();
+  EXPECT_EQ(lost.code(), StatusCode::kFailedPrecondition) << lost.ToString();
+  EXPECT_NE(lost.message().find("had no row for"), std::string::npos) << lost.ToString();
+}
+
+// The worker dies with an update outstanding. Another takes the batch over; the rows are as if
+// nothing had happened.
+TEST(ExactRowsTest, ABatchContinuesOnAnotherWorker) {
+  Cluster plain(2), exact(2, 2);
+  ASSERT_TRUE(plain.client().Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  for (const uint32_t step : {0, 1}) {
+    const auto result = Must(plain.client().Lookup(plain.Register(BatchOf(step)), true, Soon()));
+    const Gradients gradients(result);
+    Must(plain.client().ReturnGradients(result.reference, 1.0f, gradients.slots, Soon()));
+  }
+  Interrupted rank(exact);
+  RemoteClient& client = exact.client();
+  const auto second = exact.Register(BatchOf(1), 1);
+  ASSERT_TRUE(client.LookupWhole(second, BatchOf(1), Soon()).ok());
+  exact.StartWorker(0);  // without the batch
+  const auto missed = client.ReturnGradients(rank.first, 1.0f, rank.gradients->slots, Soon());
+  ASSERT_EQ(missed.status().code(), StatusCode::kNotFound);
+  const auto moved =
+      Must(client.LookupDirect(1, BatchOf(0), true, Soon(), kAllSlots, rank.first)).reference;
+  const auto pooled = Must(client.PoolExact(second));
+  const Gradients gradients(pooled);
+  ASSERT_TRUE(client.ApplyExact(second, 1.0f, gradients.slots).ok());
+  auto last = std::async(std::launch::async, [&] {
+    return client.ReturnGradients(second, 1.0f, gradients.slots, Soon()).ok();
+  });
+  Must(client.ReturnGradients(moved, 1.0f, rank.gradients->slots, Soon()));
+  EXPECT_TRUE(last.get());
+  EXPECT_EQ(WholeRowsOf(exact, 2), WholeRowsOf(plain, 2));
+}
+
+TEST(ExactRowsTest, SettingsThatChangeRowsOtherwiseAreRefused) {
+  const auto refuse = [](auto change, const std::string& what) {
+    Cluster cluster(1);
+    ExactRank::Begin(cluster.client());
+    TrainConfig config = Config(OptimizerKind::kSgd);
+    change(&config);
+    const Status status = cluster.client().Configure(config, false, Soon());
+    EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition) << what;
+    EXPECT_NE(status.message().find(what), std::string::npos) << status.ToString();
+  };
+  refuse([](TrainConfig* config) { config->admit_probability = 0.5f; }, "admit_probability");
+  refuse([](TrainConfig* config) { config->admit_after = 2; }, "admit_after");
+  refuse([](TrainConfig* config) { config->time_to_live_sec = 9; }, "time_to_live_sec");
+  refuse([](TrainConfig* config) { config->min_norm = 0.1f; }, "min_norm");
+  Cluster tiered(1, 1, /*cache_rows=*/8);
+  ExactRank::Begin(tiered.client());
+  ASSERT_TRUE(tiered.client().Configure(Config(OptimizerKind::kSgd), false, Soon()).ok());
+  const auto tier =
+      tiered.client().LookupWhole(tiered.Register(BatchOf(0)), BatchOf(0), Soon()).status();
+  EXPECT_NE(tier.message().find("storage tier"), std::string::npos) << tier.ToString();
+  Cluster narrow(1);
+  const auto slots = testing::Slots();
+  auto rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0));
+  EXPECT_EQ(narrow.NewClient(worker::WireDtype::kFloat16)->BeginExact(std::move(rows)).code(),
+            StatusCode::kInvalidArgument);
+}
+
+TEST(ExactRowsTest, RowsAreNotSetOrClearedUnderBatchesInFlight) {
+  Cluster cluster(1);
+  const Interrupted rank(cluster);
+  EXPECT_EQ(cluster.client().Clear(Soon()).code(), StatusCode::kFailedPrecondition);
+  const uint64_t sign = 1;
+  const std::vector<float> row(4, 0.0f);
+  EXPECT_EQ(cluster.client().SetEmbeddings(4, {&sign, 1}, row, Soon()).code(),
+            StatusCode::kFailedPrecondition);
+}
 
 }  // namespace
 }  // namespace persia::client

@@ -44,6 +44,10 @@ struct OrderedGradientsRequest {
   static StatusOr<OrderedGradientsRequest> Decode(std::span<const std::byte> body);
 };
 
+// Returns that a rank has on their way to a worker. Each may occupy a handler thread until the one
+// before it is applied, so a worker has at least as many: the first of them is then never stuck.
+inline constexpr uint32_t kMaxOrderedReturns = 4;
+
 inline constexpr Method<LookupWholeRequest, WholeRows> kLookupWhole{
     {41, "LookupWhole", {Role::kTrainer}}};
 inline constexpr Method<OrderedGradientsRequest, ReturnReport> kReturnInOrder{
