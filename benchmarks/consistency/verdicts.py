@@ -103,9 +103,7 @@ def _near_synchronous(
         )
 
 
-def _equal(
-    table: Mapping[Key, Cell], dataset: str, mode: Mode, delays: Sequence[float]
-) -> Iterator[Verdict]:
+def _equal(table: Mapping[Key, Cell], dataset: str, mode: Mode, delays: Sequence[float]) -> Iterator[Verdict]:
     """The AUC of each seed, as equal parameters and rows give it."""
     gaps = []
     for delay in delays:

@@ -338,7 +338,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
     @property
     def _must_end_steps_together(self) -> bool:
         synchronous = Consistency.SYNCHRONOUS
-        return self._pipeline.consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
+        return (
+            self._pipeline.consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
+        )
 
 
 def _untrained(pipeline: BatchPipeline, has_forwarded: bool) -> FailedPreconditionError | None:

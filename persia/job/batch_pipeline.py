@@ -120,7 +120,9 @@ class BatchPipeline:
             if self.exact is None:
                 self.consistency = Consistency.SYNCHRONOUS
         # A failure that only a background thread sees wakes the loop, which may wait for a batch.
-        self.gradients = GradientSender(self.backend, self.counters, on_failure=self.fail, exact=self.exact, **sizes)
+        self.gradients = GradientSender(
+            self.backend, self.counters, on_failure=self.fail, exact=self.exact, **sizes
+        )
         return self.gradients
 
     def receive(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-
 PATIENT = {"PERSIA_DEADLINE_SEC": "100"}
 BATCHES = 24
 EXACT = ("--consistency", "exact")
