@@ -40,7 +40,7 @@ def test_a_killed_worker_changes_no_result(start_job: Any, run_job: Any, tmp_pat
     job = start_job(
         *options, loaders=[["--batches", str(BATCHES)]], parameter_servers=2, embedding_workers=2, env=PATIENT
     )
-    await_output(job.nn_worker, "batch 11\n")
+    await_output(job.nn_worker, "batch 11")
     job.cluster.kill("embedding-worker-1")
     (tmp_path / "gate").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
@@ -55,7 +55,7 @@ def test_a_server_that_is_started_again_ends_the_training(start_job: Any, tmp_pa
     gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
     options = (*EXACT, "--staleness", "8", *gate, "--on-lost-rows", "continue")
     job = start_job(*options, loaders=[["--batches", "3000"]], env=PATIENT)
-    await_output(job.nn_worker, "batch 11\n")
+    await_output(job.nn_worker, "batch 11")
     job.cluster.restart("embedding-parameter-server-0")
     (tmp_path / "gate").touch()
     assert job.finish_nn_worker() != 0
