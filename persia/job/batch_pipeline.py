@@ -110,15 +110,10 @@ class BatchPipeline:
         self._step = step
         self.consistency, self.around_stream = consistency, around_stream
         if consistency is Consistency.EXACT:
-            self.exact = ExactCalls.begin(
-                self.backend,
-                self.runtime.slots or read_slots(None),
-                world_size=self.world_size,
-                device=self.device,
-            )
+            slots = self.runtime.slots or read_slots(None)
+            self.exact = ExactCalls.begin(self.backend, slots, self.world_size, self.device)
             self.asked_for_exact = True
-            if self.exact is None:
-                self.consistency = Consistency.SYNCHRONOUS
+            self.consistency = consistency if self.exact is not None else Consistency.SYNCHRONOUS
         # A failure that only a background thread sees wakes the loop, which may wait for a batch.
         self.gradients = GradientSender(
             self.backend, self.counters, on_failure=self.fail, exact=self.exact, **sizes

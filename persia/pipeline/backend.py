@@ -52,6 +52,7 @@ T = TypeVar("T")
 # None: the loss did not reach the slot.
 SlotGradient = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
 SlotGradients = Sequence[tuple[str, SlotGradient]]
+HeldLookup = Callable[[BatchReference], LookupResult]
 
 
 class EmbeddingBackend:
@@ -240,28 +241,20 @@ class ClusterBackend(EmbeddingBackend):
                 return self.lookup_direct(
                     bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
                 )
-        return self._look_up_held(reference, id_features, call)
+        return self.look_up_held(reference, id_features, call)
 
-    def look_up_whole(
-        self, reference: BatchReference | None, id_features: bytes | memoryview
+    def look_up_anywhere(
+        self, id_features: bytes | memoryview, call: Callable[[], LookupResult]
     ) -> LookupResult:
-        """The lookup of `ExactCalls`; without a reference, of a batch that was built in this process."""
-        look_up = self.client.lookup_whole
-        if reference is not None:
-            call = partial(look_up, id_features=id_features, timeout_s=self._deadline_s)
-            return self._look_up_held(reference, id_features, call)
-        self._num_direct_lookups += 1
-        anywhere = BatchReference(self._num_direct_lookups % (1 << 31), 0, 0)
-        result = self._call_any(partial(look_up, anywhere, id_features, timeout_s=self._deadline_s))
+        """A training lookup by `call`, at any worker, of a batch that was built in this process."""
+        result = self._call_any(call)
         self._held.keep(result.reference, id_features)
         return result
 
-    def _look_up_held(
-        self,
-        reference: BatchReference,
-        id_features: bytes | memoryview,
-        call: Callable[[BatchReference], LookupResult],
+    def look_up_held(
+        self, reference: BatchReference, id_features: bytes | memoryview, call: HeldLookup
     ) -> LookupResult:
+        """A training lookup by `call`, at the worker that holds the batch."""
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)

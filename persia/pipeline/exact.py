@@ -6,10 +6,13 @@ replays the rank's own updates on them. The embedding worker and servers get the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
+from persia import env
 from persia._native import BatchReference, LookupResult
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
@@ -25,13 +28,14 @@ class ExactCalls:
 
     def __init__(self, backend: ClusterBackend) -> None:
         self._backend = backend
+        self._deadline_s = env.get_deadline_s()
+        self._turns = itertools.count()  # of workers, for batches without a reference
 
     @classmethod
     def begin(
         cls,
         backend: EmbeddingBackend,
         slots: SlotsConfig | None,
-        *,
         world_size: int,
         device: torch.device | None,
     ) -> ExactCalls | None:
@@ -71,7 +75,13 @@ class ExactCalls:
 
     def look_up(self, reference: BatchReference | None, id_features: bytes | memoryview) -> LookupResult:
         """Brings the rows of a batch that the rank does not hold; all slots of the result are absent."""
-        return self._backend.look_up_whole(reference, id_features)
+        look_up = self._backend.client.lookup_whole
+        if reference is not None:
+            call = partial(look_up, id_features=id_features, timeout_s=self._deadline_s)
+            return self._backend.look_up_held(reference, id_features, call)
+        anywhere = BatchReference(next(self._turns) % (1 << 31), 0, 0)
+        direct = partial(look_up, anywhere, id_features, timeout_s=self._deadline_s)
+        return self._backend.look_up_anywhere(id_features, direct)
 
     def pool(self, reference: BatchReference) -> LookupResult:
         """The embeddings of the batch, with every update that `apply` has had."""
