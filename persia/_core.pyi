@@ -636,6 +636,25 @@ class RemoteClient(EmbeddingClient):
     def set_worker(self, index: int, address: str) -> None: ...  # a new index adds a worker
     def retire_worker(self, index: int) -> None: ...  # asked only for the batches that it holds
     def drop_worker(self, index: int) -> None: ...  # its pending calls fail with UnavailableError
+    # Of consistency="exact" (persia/pipeline/exact.py), whose batches are pooled and updated here.
+    def begin_exact(
+        self, *, slots: Sequence[SlotConfig], feature_index_prefix_bit: int, served: int = 0
+    ) -> None: ...
+    def lookup_whole(
+        self, reference: BatchReference, id_features: Buffer, *, timeout_s: float = 60.0
+    ) -> LookupResult: ...  # of a reference 0, a direct lookup; all slots are absent
+    def pool_exact(self, reference: BatchReference) -> LookupResult: ...
+    def apply_exact(
+        self,
+        reference: BatchReference,
+        gradients: Sequence[tuple[str, _SlotGradient]],
+        *,
+        scale: float = 1.0,
+    ) -> None: ...
+    def check_exact_idle(self, what: str) -> None: ...
+    def fail_exact(self, reference: BatchReference, what: str) -> None: ...
+    # (name, is_counter, help, value); empty without an exact context
+    def exact_metrics(self) -> list[tuple[str, bool, str, float]]: ...
 
 class EmbeddedClient(EmbeddingClient):
     """Embedding worker and store in this process."""

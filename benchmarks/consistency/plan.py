@@ -24,9 +24,13 @@ class Mode:
         return self.consistency == "hybrid"
 
     @property
+    def is_exact(self) -> bool:
+        return self.consistency == "exact"
+
+    @property
     def overlaps(self) -> bool:
         """Whether lookups may run ahead: one batch in flight is one step after the other."""
-        return self.is_hybrid and self.staleness != "1"
+        return (self.is_hybrid or self.is_exact) and self.staleness != "1"
 
 
 PLAIN = Mode("plain PyTorch", None)
@@ -34,6 +38,7 @@ SYNCHRONOUS = Mode("synchronous", "synchronous")
 MODES = (
     SYNCHRONOUS,
     *(Mode(f"hybrid {bound}", "hybrid", bound) for bound in ("1", "8", "64", _UNBOUNDED)),
+    *(Mode(f"exact {bound}", "exact", bound) for bound in ("8", "64")),
     Mode("asynchronous", "asynchronous"),
 )
 

@@ -15,6 +15,7 @@ __all__ = ["AUC_GAP", "SPEED_UP", "Cell", "Verdict", "cells", "verdicts"]
 
 AUC_GAP = 0.001  # how far hybrid may be below synchronous
 SPEED_UP = 2.6  # of hybrid over synchronous, where the network is slow
+EXACT_SPEED = 0.9  # of exact over hybrid with the same bound
 SLOW_MS = 10.0
 
 Key = tuple[str, str, float]  # dataset, mode, delay
@@ -75,6 +76,9 @@ def verdicts(table: Mapping[Key, Cell]) -> list[Verdict]:
         delays = sorted({delay for name, mode, delay in table if name == dataset and mode != PLAIN.name})
         for mode in (mode for mode in MODES if mode.is_hybrid):
             found += _near_synchronous(table, dataset, mode, delays)
+        for mode in (mode for mode in MODES if mode.is_exact):
+            found += _equal(table, dataset, mode, delays)
+            found += _as_fast_as_hybrid(table, dataset, mode)
         for mode in (mode for mode in MODES if mode.overlaps):
             found += _faster(table, dataset, mode)
         for mode in (SYNCHRONOUS, *(mode for mode in MODES if mode.is_hybrid)):
@@ -99,9 +103,36 @@ def _near_synchronous(
         )
 
 
+def _equal(table: Mapping[Key, Cell], dataset: str, mode: Mode, delays: Sequence[float]) -> Iterator[Verdict]:
+    """The AUC of each seed, as equal parameters and rows give it."""
+    gaps = []
+    for delay in delays:
+        ours, theirs = table.get((dataset, mode.name, delay)), table.get((dataset, SYNCHRONOUS.name, delay))
+        if ours is None or theirs is None:
+            continue
+        by_seed = dict(zip(theirs.seeds, theirs.aucs, strict=True))
+        pairs = zip(ours.seeds, ours.aucs, strict=True)
+        gaps += [abs(auc - by_seed[seed]) for seed, auc in pairs if seed in by_seed]
+    if gaps:
+        figure = f"{max(gaps):.17g} apart at most, {len(gaps)} pairs"
+        yield Verdict(dataset, mode.name, "AUC of synchronous to the last bit", figure, max(gaps) == 0)
+
+
+def _as_fast_as_hybrid(table: Mapping[Key, Cell], dataset: str, mode: Mode) -> Iterator[Verdict]:
+    (hybrid,) = (one for one in MODES if one.is_hybrid and one.staleness == mode.staleness)
+    promise = f"at {SLOW_MS:g} ms at least {EXACT_SPEED:g} of {hybrid.name}"
+    yield from _ratio(table, dataset, mode, hybrid, promise, EXACT_SPEED)
+
+
 def _faster(table: Mapping[Key, Cell], dataset: str, mode: Mode) -> Iterator[Verdict]:
     promise = f"at {SLOW_MS:g} ms at least {SPEED_UP:g} times synchronous"
-    ours, theirs = table.get((dataset, mode.name, SLOW_MS)), table.get((dataset, SYNCHRONOUS.name, SLOW_MS))
+    yield from _ratio(table, dataset, mode, SYNCHRONOUS, promise, SPEED_UP)
+
+
+def _ratio(
+    table: Mapping[Key, Cell], dataset: str, mode: Mode, other: Mode, promise: str, floor: float
+) -> Iterator[Verdict]:
+    ours, theirs = table.get((dataset, mode.name, SLOW_MS)), table.get((dataset, other.name, SLOW_MS))
     if ours is None or theirs is None:
         yield Verdict(dataset, mode.name, promise, f"no runs at {SLOW_MS:g} ms", None)
         return
@@ -114,7 +145,7 @@ def _faster(table: Mapping[Key, Cell], dataset: str, mode: Mode) -> Iterator[Ver
         [theirs.rates[theirs.seeds.index(seed)] for seed in both],
     )
     figure = f"{ratio.median:.2f} ({ratio.least:.2f} to {ratio.most:.2f})"
-    yield Verdict(dataset, mode.name, promise, figure, ratio.median >= SPEED_UP)
+    yield Verdict(dataset, mode.name, promise, figure, ratio.median >= floor)
 
 
 def _near_plain(

@@ -34,7 +34,8 @@ class Settings:
     enable_cuda: False keeps a rank on the CPU, also where there is a GPU (ENABLE_CUDA).
     checkpoint: where training goes on from, a directory or URL; None begins anew (ADULT_CHECKPOINT, or
         PERSIA_RESUME_CHECKPOINT, which the Kubernetes operator sets where a job goes on).
-    consistency: as `TrainCtx` takes it; other modes than hybrid bound staleness themselves (CONSISTENCY).
+    consistency: as `TrainCtx` takes it; synchronous and asynchronous bound staleness themselves
+        (CONSISTENCY).
     num_evaluations: on the test data, the last of them at the end (ADULT_EVALUATIONS).
     recipe: batch size, passes and rates (ADULT_RECIPE, a name in RECIPES).
     prepared_batches: batches come from the rank's own memory, not from data loaders (ADULT_PREPARED_BATCHES).
@@ -76,7 +77,7 @@ class Settings:
 
 
 def _staleness(consistency: str, reproducible: bool) -> int | None:
-    if consistency != "hybrid" or os.environ.get("EMBEDDING_STALENESS") == "unbounded":
+    if consistency not in ("hybrid", "exact") or os.environ.get("EMBEDDING_STALENESS") == "unbounded":
         return None
     given = _whole_number("EMBEDDING_STALENESS", minimum=1)
     return given or (1 if reproducible else DEFAULT_STALENESS)

@@ -64,7 +64,7 @@ class Settings:
 
 def _staleness(consistency: str, reproducible: bool) -> int | None:
     # The other modes have a bound of their own, or none.
-    if consistency != "hybrid" or os.environ.get("EMBEDDING_STALENESS") == UNBOUNDED:
+    if consistency not in ("hybrid", "exact") or os.environ.get("EMBEDDING_STALENESS") == UNBOUNDED:
         return None
     return _number("EMBEDDING_STALENESS", 1 if reproducible else _DEFAULT_STALENESS, minimum=1)
 

@@ -295,7 +295,7 @@ class CheckpointMethods:
 
     def _load_embeddings(self, source: Source, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
-        self._pipeline.wait_for_gradients()  # none may be applied to the new rows
+        self._pipeline.wait_for_other_rows("a checkpoint was loaded")
         self.runtime.checkpoints.load(source, **options)
 
     def _require_model(self) -> torch.nn.Module:

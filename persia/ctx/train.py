@@ -61,8 +61,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         model, embedding_config, threadpool_worker_size, device_id, slots, global_config, backend: as for
             `EmbeddingCtx`.
         consistency: "hybrid": lookups run ahead of updates by `embedding_staleness` batches; "synchronous":
-            each step sees the updates of all ranks' steps before it; "asynchronous": without a bound. Slots
-            may have a mode of their own in the embedding config.
+            each step sees the updates of all ranks' steps before it; "exact": both, for one rank;
+            "asynchronous": without a bound. Slots may have a mode of their own in the embedding config.
         before_dense_step: called with nothing when the dense gradients are complete, averaged over ranks
             and unscaled: the place to clip them.
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32
@@ -336,8 +336,8 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
 
     @property
     def _must_end_steps_together(self) -> bool:
-        synchronous = Consistency.SYNCHRONOUS
-        return self._consistency is synchronous or synchronous.value in self.runtime.backend.slot_modes
+        modes = self._pipeline.consistency.value, *self.runtime.backend.slot_modes
+        return Consistency.SYNCHRONOUS.value in modes
 
 
 def _untrained(pipeline: BatchPipeline, has_forwarded: bool) -> FailedPreconditionError | None:

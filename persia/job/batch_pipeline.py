@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store, _get_default_store
 from persia import env
 from persia.embedding.data import PersiaBatch
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
-from persia.job.embedded import LoaderThread
+from persia.job.embedded import LoaderThread, read_slots
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
 from persia.messaging.payloads import TakenReply, TakenRequest
@@ -27,6 +27,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters, Staleness
 from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import lane_of
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lookup import (
     BatchLease,
@@ -76,6 +77,8 @@ class BatchPipeline:
         self.consistency = Consistency.HYBRID
         # Around the iteration of a stream: ranks may get unequal numbers of batches and end together.
         self.around_stream: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.asked_for_exact = False
+        self.exact: ExactCalls | None = None  # of an exact context of a cluster
         self.gradients: GradientSender | None = None  # None: an evaluation
         self._prefetchers: list[Prefetcher] = []
         self.num_looked_up = 0  # batches that the script has looked up itself, without those that failed
@@ -106,8 +109,15 @@ class BatchPipeline:
         """From here on batches get gradients. `step`: of the loop. `sizes`: those of the `GradientSender`."""
         self._step = step
         self.consistency, self.around_stream = consistency, around_stream
+        if consistency is Consistency.EXACT:
+            slots = self.runtime.slots or read_slots(None)
+            self.exact = ExactCalls.begin(self.backend, slots, self.world_size, self.device)
+            self.asked_for_exact = True
+            self.consistency = consistency if self.exact is not None else Consistency.SYNCHRONOUS
         # A failure that only a background thread sees wakes the loop, which may wait for a batch.
-        self.gradients = GradientSender(self.backend, self.counters, on_failure=self.fail, **sizes)
+        self.gradients = GradientSender(
+            self.backend, self.counters, on_failure=self.fail, exact=self.exact, **sizes
+        )
         return self.gradients
 
     def receive(
@@ -162,7 +172,7 @@ class BatchPipeline:
         self.check_rows()  # first: after an error a script may load a checkpoint, and begin again
         stages = self._stages(embedding_staleness)
         loose = [stage.mode for stage in stages if stage.mode.bound != 1]
-        if reproducible and embedding_staleness == 1 and loose:
+        if reproducible and embedding_staleness == 1 and loose and self.exact is None:
             get_default_logger().warning(
                 "reproducible=True with slots of %s fixes the order of batches only: their lookups and "
                 "updates race",
@@ -205,6 +215,12 @@ class BatchPipeline:
 
     def count_received(self) -> None:
         self.counters.add(batches_received=1)
+
+    def wait_for_other_rows(self, what: str) -> None:
+        """Before `what` changes rows by other means than training: no update may follow on the new rows."""
+        self.wait_for_gradients()
+        if self.exact is not None:
+            self.exact.check_idle(what)
 
     def wait_for_gradients(self) -> None:
         """Returns once every gradient handed in so far is applied."""
@@ -300,6 +316,8 @@ class BatchPipeline:
             words.leave(self.rank, TakenReply(bounds).encode())
 
     def _stages(self, embedding_staleness: int | None) -> list[LookupStage]:
+        if self.asked_for_exact and self.exact is None:
+            embedding_staleness = None  # a bound of exact batches; this context trains one at a time
         job = Mode.of(self.consistency, embedding_staleness)
         return lookup_stages(job, self.backend.slot_modes) if self.training else [LookupStage(job)]
 
@@ -312,6 +330,8 @@ class BatchPipeline:
             lane_of(device),
             served_slots(self.backend.slot_modes),
             self.dense_ids,
+            self.exact,
+            ahead,
         )
 
     def _give_up_superseded(self, pending: PendingBatch) -> None:

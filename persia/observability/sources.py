@@ -170,6 +170,7 @@ class NnWorkerSource(Source):
             },
             "queues": dict(self.queues()),
             "packets": dict(self.packets()),
+            "exact": {name: value for name, _, _, value in self.client.exact_metrics()},
             "workers": self.client.channels(),
         }
 
@@ -198,6 +199,7 @@ class NnWorkerSource(Source):
             families.gauges(tables.PACKET_GAUGES, packets)
         for queue, depth in self.queues().items():
             families.gauge("persia_queue_depth", "Entries of a queue.", depth, queue=queue)
+        _add_native(families, self.client.exact_metrics())
         _add_durations(families, durations)
         _add_channels(families, self.client)
 

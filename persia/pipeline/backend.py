@@ -52,6 +52,7 @@ T = TypeVar("T")
 # None: the loss did not reach the slot.
 SlotGradient = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
 SlotGradients = Sequence[tuple[str, SlotGradient]]
+HeldLookup = Callable[[BatchReference], LookupResult]
 
 
 class EmbeddingBackend:
@@ -240,6 +241,20 @@ class ClusterBackend(EmbeddingBackend):
                 return self.lookup_direct(
                     bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
                 )
+        return self.look_up_held(reference, id_features, call)
+
+    def look_up_anywhere(
+        self, id_features: bytes | memoryview, call: Callable[[], LookupResult]
+    ) -> LookupResult:
+        """A training lookup by `call`, at any worker, of a batch that was built in this process."""
+        result = self._call_any(call)
+        self._held.keep(result.reference, id_features)
+        return result
+
+    def look_up_held(
+        self, reference: BatchReference, id_features: bytes | memoryview, call: HeldLookup
+    ) -> LookupResult:
+        """A training lookup by `call`, at the worker that holds the batch."""
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)
@@ -267,6 +282,9 @@ class ClusterBackend(EmbeddingBackend):
         call = partial(super().return_gradients, gradients=gradients, scale=scale)
         try:
             return self._call_holder(reference, call)
+        except BaseException as failure:
+            self.client.fail_exact(reference, str(failure))  # an exact context has applied them already
+            raise
         finally:
             self._held.forget(reference)  # an error is final: gradients are not sent again
 

@@ -29,6 +29,7 @@ from persia.pipeline.backend import EmbeddingBackend
 from persia.pipeline.batch import BatchGradients, PersiaTrainingBatch
 from persia.pipeline.counters import Counters
 from persia.pipeline.device_batch import OutgoingGradients
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 
@@ -224,8 +225,11 @@ class GradientSender:
         queue_capacity: int,
         max_unacknowledged: int,
         on_failure: Callable[[PersiaError], None] = lambda failure: None,
+        exact: ExactCalls | None = None,
     ) -> None:
+        """`exact`: updates the rows of this rank before the gradients are queued."""
         self._backend = backend
+        self._exact = exact
         self.counters = counters
         self._max_unacknowledged = max_unacknowledged
         self._on_failure = on_failure
@@ -267,6 +271,8 @@ class GradientSender:
             failure = self._failure
             if failure is None:
                 self._unacknowledged.add(lease)
+        if failure is None and self._exact is not None:
+            failure = self._apply(self._exact, lease, gradients, scale)
         self.counters.add(gradients_submitted=1)
         if failure is not None:
             self.counters.add(batches_failed=1)
@@ -279,6 +285,19 @@ class GradientSender:
                 lease, FailedPreconditionError(f"backward of batch {lease.batch_id}: the context has ended")
             )
             self.check()
+
+    def _apply(
+        self, exact: ExactCalls, lease: BatchLease, gradients: BatchGradients, scale: float
+    ) -> PersiaError | None:
+        """On the thread of the loop: the next batch is pooled from the rows after this update."""
+        assert not isinstance(gradients, OutgoingGradients), "exact contexts have no device"
+        try:
+            exact.apply(lease.reference, gradients, scale)
+        except PersiaError as failure:
+            with self._changed:
+                self._unacknowledged.discard(lease)
+            return with_batch_id(failure, "the gradient", lease.batch_id)
+        return None
 
     def check(self) -> None:
         """Raises the first failure there was."""

@@ -25,7 +25,7 @@ import torch
 from persia import errors
 from persia._native import BatchReference, LookupResult, TracedBatch
 from persia.embedding.dense_codec import decode_dense
-from persia.errors import InternalError, PersiaError
+from persia.errors import InternalError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
 from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
@@ -33,6 +33,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters
 from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import Lane
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
 
@@ -197,6 +198,8 @@ class LookupService:
     lane: Lane | None = None  # to the device; None: batches stay on the host
     served: int = ALL_SLOTS  # those on servers, of an evaluation's lookup
     dense_ids: DenseIdReader | None = None  # of slots in the dense model
+    exact: ExactCalls | None = None  # of an exact context
+    ahead: bool = False  # of the loop, which the batches are for
 
     @property
     def _form(self) -> dict[str, Any]:
@@ -209,12 +212,19 @@ class LookupService:
         # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
         slots = self.first if requires_grad else self.served
         try:
+            if self.exact is not None and self.ahead and not requires_grad:
+                raise InvalidArgumentError(
+                    "requires_grad=False between the batches of consistency='exact' would be looked up "
+                    "before earlier updates: look it up by get_embedding_from_data, or in eval_ctx()"
+                )
             dense = decode_dense(pending.dense)
             dense_ids = {} if self.dense_ids is None else self.dense_ids.read(pending.id_features)
             # The native client tags its spans with this thread-local number, which connects them to those of
             # Python.
             with TracedBatch(pending.batch_id if requires_grad else NO_BATCH):
-                if pending.reference is not None:
+                if self.exact is not None and requires_grad:
+                    result = self.exact.look_up(pending.reference, pending.id_features)
+                elif pending.reference is not None:
                     result = self.backend.lookup(
                         pending.reference,
                         requires_grad=requires_grad,
@@ -243,7 +253,9 @@ class LookupService:
         if lease is None:
             self.counters.add(batches_evaluated=1)
             return batch
-        if self.in_step is not None:
+        if self.exact is not None:
+            batch.find_synchronous = partial(self.exact.pool, result.reference)
+        elif self.in_step is not None:
             batch.find_synchronous = partial(
                 self._look_up_more,
                 pending.batch_id,

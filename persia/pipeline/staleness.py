@@ -25,6 +25,7 @@ class Consistency(enum.Enum):
 
     HYBRID = "hybrid"  # lookups run ahead of updates, by as many batches as embedding_staleness says
     SYNCHRONOUS = "synchronous"  # a step begins when the updates of all ranks' last step are applied
+    EXACT = "exact"  # like HYBRID in speed; one rank replays its updates, and each lookup sees all of them
     ASYNCHRONOUS = "asynchronous"  # lookups never wait for updates; the buffers are the only bound
 
     @classmethod
@@ -58,7 +59,7 @@ class Mode:
     @classmethod
     def of(cls, consistency: Consistency, embedding_staleness: int | None = None) -> Mode:
         """Raises InvalidArgumentError for a contradiction."""
-        if consistency is Consistency.HYBRID:
+        if consistency in (Consistency.HYBRID, Consistency.EXACT):
             return cls(consistency, embedding_staleness)
         if embedding_staleness not in (None, 1) and consistency is Consistency.SYNCHRONOUS:
             raise InvalidArgumentError(

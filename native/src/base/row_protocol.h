@@ -203,6 +203,10 @@ inline constexpr Method<std::span<const uint64_t>, PrefetchRowsReply> kPrefetchR
 // Visits each shard in turn, as CountRows does: for a status page, not for each batch.
 inline constexpr Method<Empty, ServerLoad> kMeasureLoad{
     {24, "MeasureLoad", {Role::kWorker, Role::kMonitor, Role::kAdmin}}};
+// Whole rows, with optimizer state (store/whole_rows.h), for training: the rank replays updates on
+// them.
+inline constexpr Method<LookupRowsRequest, ServerRows> kLookupWholeRows{
+    {26, "LookupWholeRows", {Role::kWorker}}};
 // From a primary to its standby alone.
 inline constexpr Method<ReplicateRequest, Empty> kReplicate{{25, "Replicate", {Role::kServer}}};
 

@@ -80,6 +80,25 @@ worker::ReturnReport ReturnGradients(EmbeddingClient& self, const BatchReference
       WithoutGil([&] { return self.ReturnGradients(reference, scale, checked.slots, deadline); }));
 }
 
+void BeginExact(RemoteClient& self, std::vector<worker::SlotConfig> slots,
+                uint32_t feature_index_prefix_bit, SlotMask served) {
+  RaiseIfError(self.BeginExact(
+      ValueOrRaise(client::ExactRows::Create(feature_index_prefix_bit, std::move(slots), served))));
+}
+
+LookupResult LookupWhole(RemoteClient& self, const BatchReference& reference,
+                         const py::buffer& id_features, Deadline deadline) {
+  const BytesArgument message(id_features, "id_features");
+  return ValueOrRaise(
+      WithoutGil([&] { return self.LookupWhole(reference, message.bytes(), deadline); }));
+}
+
+void ApplyExact(RemoteClient& self, const BatchReference& reference, const GradientList& gradients,
+                float scale) {
+  const Gradients checked = CheckedGradients(gradients);
+  RaiseIfError(WithoutGil([&] { return self.ApplyExact(reference, scale, checked.slots); }));
+}
+
 uint64_t NumMissingRows(EmbeddedClient& self) {
   return WithoutGil([&] { return self.embedding_store().stats().lookups.num_missing; });
 }
@@ -137,6 +156,20 @@ void BindImplementations(py::module_& module) {
       .def("set_worker", Blocking(&RemoteClient::SetWorker), py::arg("index"), py::arg("address"))
       .def("retire_worker", Blocking(&RemoteClient::RetireWorker), py::arg("index"))
       .def("drop_worker", Blocking(&RemoteClient::DropWorker), py::arg("index"))
+      .def("begin_exact", &BeginExact, py::kw_only(), py::arg("slots"),
+           py::arg("feature_index_prefix_bit"), py::arg("served") = client::kAllSlots)
+      .def("lookup_whole", &LookupWhole, py::arg("reference"), py::arg("id_features"),
+           py::kw_only(), py::arg("timeout_s") = 60.0)
+      .def("pool_exact", Blocking(&RemoteClient::PoolExact), py::arg("reference"))
+      .def("apply_exact", &ApplyExact, py::arg("reference"), py::arg("gradients"), py::kw_only(),
+           py::arg("scale") = 1.0)
+      .def("check_exact_idle", Blocking(&RemoteClient::CheckExactIdle), py::arg("what"))
+      .def("fail_exact", Blocking(&RemoteClient::FailExact), py::arg("reference"), py::arg("what"))
+      .def("exact_metrics",
+           [](RemoteClient& self) {
+             const auto* rows = self.exact_rows();
+             return MetricsToList(rows == nullptr ? Metrics() : rows->metrics());
+           })
       .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); });
   DefineEach(remote, "channels", "channel_metrics",
              [](RemoteClient& self) { return self.channel_stats(); });

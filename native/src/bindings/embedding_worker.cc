@@ -106,7 +106,7 @@ void BindEmbeddingWorker(py::module_& module) {
   role.def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("num_servers"),
            py::arg("forward_buffer_size") = 1000, py::arg("buffered_data_expired_s") = 1000,
-           py::arg("num_handler_threads") = 4)
+           py::arg("num_handler_threads") = worker::kMaxOrderedReturns)
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
       .def("replace_servers", Blocking(&WorkerRole::ReplaceServers), py::arg("addresses"))
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))

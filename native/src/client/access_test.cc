@@ -22,15 +22,17 @@ const std::map<Role, char> kLetters = {
     {Role::kTrainer, 'T'},   {Role::kLoader, 'L'},  {Role::kWorker, 'W'}, {Role::kServer, 'S'},
     {Role::kInference, 'I'}, {Role::kMonitor, 'M'}, {Role::kAdmin, 'A'}};
 using Table = std::map<uint8_t, std::string>;
-const Table kServerTable = {
-    {kConfigureServer.number, "WA"}, {kLookupRows.number, "W"},    {kUpdateRows.number, "W"},
-    {kSetRows.number, "WA"},         {kClearRows.number, "WA"},    {kCountRows.number, "WMA"},
-    {kPrefetchRows.number, "W"},     {kMeasureLoad.number, "WMA"}, {kReplicate.number, "S"}};
+const Table kServerTable = {{kConfigureServer.number, "WA"}, {kLookupRows.number, "W"},
+                            {kUpdateRows.number, "W"},       {kSetRows.number, "WA"},
+                            {kClearRows.number, "WA"},       {kCountRows.number, "WMA"},
+                            {kPrefetchRows.number, "W"},     {kMeasureLoad.number, "WMA"},
+                            {kReplicate.number, "S"},        {kLookupWholeRows.number, "W"}};
 const Table kWorkerTable = {
     {worker::kConfigureWorker.number, "TA"}, {worker::kLookupReference.number, "T"},
     {worker::kLookupDirect.number, "TI"},    {worker::kReturnGradients.number, "T"},
     {worker::kReleaseReference.number, "T"}, {worker::kCountEmbeddings.number, "TIMA"},
-    {worker::kClearEmbeddings.number, "TA"}, {worker::kSetEmbeddings.number, "TA"}};
+    {worker::kClearEmbeddings.number, "TA"}, {worker::kSetEmbeddings.number, "TA"},
+    {worker::kLookupWhole.number, "T"},      {worker::kReturnInOrder.number, "T"}};
 
 net::RoleKey KeyOf(Role role) {
   net::RoleKey key;

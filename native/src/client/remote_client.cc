@@ -115,16 +115,20 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
 
 // To every worker: each configures the servers that restart.
 Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
+  PERSIA_RETURN_IF_ERROR(WaitApplied(/*requires_grad=*/false, deadline));
   const auto links = workers_.Active();  // keeps the channels
   std::vector<net::Channel*> channels;
   for (const auto& [index, channel] : links) channels.push_back(channel.get());
-  return net::CallAll(worker::kConfigureWorker, std::span<net::Channel* const>(channels),
-                      std::vector(channels.size(), ConfigureRequest{config, replace}), deadline)
-      .status();
+  PERSIA_RETURN_IF_ERROR(
+      net::CallAll(worker::kConfigureWorker, std::span<net::Channel* const>(channels),
+                   std::vector(channels.size(), ConfigureRequest{config, replace}), deadline)
+          .status());
+  return exact_ == nullptr ? Status::Ok() : exact_.load()->Configure(config);
 }
 
 StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, bool requires_grad,
                                             Deadline deadline, SlotMask slots, bool as_rows) {
+  PERSIA_RETURN_IF_ERROR(WaitApplied(requires_grad, deadline));
   const worker::LookupReferenceRequest request{reference, Options(requires_grad, slots)};
   auto result = CallForEmbeddings(reference.worker_index, worker::kLookupReference, request,
                                   deadline, as_rows);
@@ -145,17 +149,25 @@ StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   SlotMask slots, const BatchReference& original,
                                                   bool as_rows) {
   const worker::LookupDirectRequest request{Options(requires_grad, slots), original, id_features};
+  PERSIA_RETURN_IF_ERROR(WaitApplied(requires_grad, deadline));
   if (original.reference != 0) distinct_.Forget(original);
   const auto links = workers_.Active();
   auto result = CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect,
                                   request, deadline, as_rows);
-  if (result.ok() && requires_grad) distinct_.Keep(result->reference, std::move(result->distinct));
+  if (!result.ok() || !requires_grad) return result;
+  distinct_.Keep(result->reference, std::move(result->distinct));
+  if (exact_ != nullptr && original.reference != 0) {
+    exact_.load()->Rename(original, result->reference);
+  }
   return result;
 }
 
 StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& reference, float scale,
                                                      std::span<const SlotGradient> gradients,
                                                      Deadline deadline) {
+  if (exact_ != nullptr && exact_.load()->Has(reference)) {
+    return ReturnInOrder(reference, scale, gradients, deadline);
+  }
   const Timed timed(return_times_, reference.reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   SentGradients sent = SumDistinct(gradients, distinct_.Find(reference), scale);
@@ -168,6 +180,7 @@ StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& refer
 
 Status RemoteClient::Release(const BatchReference& reference, Deadline deadline) {
   distinct_.Forget(reference);
+  if (exact_ != nullptr) exact_.load()->End(reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   return net::Call(*channel, worker::kReleaseReference, BatchKey(reference), deadline);
 }
@@ -179,12 +192,14 @@ Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs
     return InvalidArgument("rows: ", rows.size(), " floats for ", signs.size(), " signs of dim ",
                            dim, "; dim floats are needed for each of at most 2^32 - 1 signs");
   }
+  if (exact_ != nullptr) PERSIA_RETURN_IF_ERROR(exact_.load()->CheckIdle("rows were set"));
   const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
   const SetRowsRequest request{{{&block, 1}, signs}, rows};
   return net::Call(*AnyWorker(), worker::kSetEmbeddings, request, deadline);
 }
 
 Status RemoteClient::Clear(Deadline deadline) {
+  if (exact_ != nullptr) PERSIA_RETURN_IF_ERROR(exact_.load()->CheckIdle("rows were cleared"));
   return net::Call(*AnyWorker(), worker::kClearEmbeddings, Empty(), deadline);
 }
 

@@ -1,6 +1,7 @@
 // RemoteClient: the embedding workers of a cluster as an EmbeddingClient.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <shared_mutex>
@@ -11,6 +12,7 @@
 #include "base/duration_stats.h"
 #include "client/distinct_batches.h"
 #include "client/embedding_client.h"
+#include "client/exact_rows.h"
 #include "net/channel.h"
 #include "worker/worker_protocol.h"
 
@@ -86,6 +88,22 @@ class RemoteClient final : public EmbeddingClient {
     return {&lookup_times_, &decode_times_, &return_times_};
   }
 
+  // Calls of consistency="exact", whose lookups, steps and returns go through `rows`; in
+  // exact_calls.cc. BeginExact comes before them, and before Configure. Clients of 16 bits a float
+  // refuse it. With a reference of 0, LookupWhole is a direct lookup.
+  Status BeginExact(std::unique_ptr<ExactRows> rows);
+  StatusOr<LookupResult> LookupWhole(const BatchReference& reference,
+                                     std::span<const std::byte> id_features, Deadline deadline);
+  StatusOr<LookupResult> PoolExact(const BatchReference& reference);
+  Status ApplyExact(const BatchReference& reference, float scale,
+                    std::span<const SlotGradient> gradients);
+  // The batch's update is lost.
+  void FailExact(const BatchReference& reference, const std::string& what);
+  // kFailedPrecondition: `what` happened while batches are in flight.
+  Status CheckExactIdle(const std::string& what) const;
+  // Null: no context of this client is exact.
+  const ExactRows* exact_rows() const { return exact_.load(); }
+
   // Fails where one active worker does, or is not reached by the deadline. The others then have the
   // config already, which does no harm: repeating it changes nothing.
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
@@ -129,7 +147,14 @@ class RemoteClient final : public EmbeddingClient {
             static_cast<uint32_t>(worker::EmbeddingsForm::kFewestBytes)};
   }
 
+  StatusOr<ReturnReport> ReturnInOrder(const BatchReference& reference, float scale,
+                                       std::span<const SlotGradient> gradients, Deadline deadline);
+  // Lookups without gradients see every update that the rank has made.
+  Status WaitApplied(bool requires_grad, Deadline deadline);
+
   const worker::WireDtype dtype_;
+  std::unique_ptr<ExactRows> exact_rows_;
+  std::atomic<ExactRows*> exact_ = nullptr;
   DurationStats lookup_times_{"client lookup"};
   DurationStats decode_times_{"client decode"};
   DurationStats return_times_{"client return gradients"};

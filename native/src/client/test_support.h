@@ -190,10 +190,16 @@ class Cluster {
   void StartWorker(uint32_t index) {
     services_[index].reset();
     workers_[index] = Must(worker::EmbeddingWorker::Create(Slots(), rows_));
-    services_[index] =
-        std::make_unique<worker::WorkerService>(workers_[index], net::Server::Options{});
+    services_[index] = std::make_unique<worker::WorkerService>(workers_[index], WorkerRpc());
     ports_[index] = Must(services_[index]->Start());
     ASSERT_TRUE(client_->SetWorker(index, Loopback(ports_[index])).ok());
+  }
+
+  // As many handlers as the role has.
+  static net::ServerOptions WorkerRpc() {
+    net::ServerOptions options;
+    options.num_handler_threads = worker::kMaxOrderedReturns;
+    return options;
   }
 
   RemoteClient& client() { return *client_; }

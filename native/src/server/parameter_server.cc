@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "net/rpc.h"
+#include "store/whole_rows.h"
 
 namespace persia::server {
 namespace {
@@ -102,6 +103,10 @@ ParameterServer::ParameterServer(const Options& options,
                                " bytes holds; ask for fewer signs at once");
       },
       &decode_times_);
+  Register(kLookupWholeRows, Access::kReadsOrInserts,
+           [this](const LookupRowsRequest& request, const CallContext&) {
+             return LookupWhole(request);
+           });
   Register(kUpdateRows, Access::kChangesRows,
            [this](const UpdateRowsRequest& request, const CallContext& context) {
              return UpdateOnce(request, context);
@@ -332,6 +337,24 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
   num_looked_up_rows_.Add(num_rows);
   last_missing_ratio_.store(static_cast<double>(report.num_missing) / static_cast<double>(num_rows),
                             std::memory_order_relaxed);
+  return answer;
+}
+
+StatusOr<ServerRows> ParameterServer::LookupWhole(const LookupRowsRequest& request) {
+  constexpr uint64_t kMostState = 4;  // floats of a whole row for each of its embedding
+  if (request.blocks.num_floats() > options_.rpc.max_body_bytes / sizeof(float) / kMostState) {
+    return InvalidArgument("the rows asked for have ", request.blocks.num_floats(),
+                           " floats without their optimizer state: ask for fewer signs at once");
+  }
+  ServerRows answer;
+  answer.stamp = {incarnation_, num_updates_.value()};
+  store::LookupReport report;
+  const Timed timed(lookup_times_);
+  PERSIA_ASSIGN_OR_RETURN(
+      answer.storage, store::LookupWholeRows(ToRowBlocks(request.blocks), store_.get(), &report));
+  answer.rows = {reinterpret_cast<const float*>(answer.storage.data()),
+                 answer.storage.size() / sizeof(float)};
+  num_looked_up_rows_.Add(request.blocks.signs.size());
   return answer;
 }
 

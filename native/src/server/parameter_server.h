@@ -104,6 +104,8 @@ class ParameterServer {
   // come from before and after another batch's update, as in any asynchronous training.
   // kFailedPrecondition: a lookup for training before the config.
   StatusOr<ServerRows> Lookup(const LookupRowsRequest& request);
+  // The same with whole rows (store/whole_rows.h), for training alone.
+  StatusOr<ServerRows> LookupWhole(const LookupRowsRequest& request);
   // Applies the update, also one that was applied before. kFailedPrecondition: not configured.
   StatusOr<UpdateResult> Update(const UpdateRowsRequest& request);
   // Values must be finite: the decoder has checked those of a message, and other callers check

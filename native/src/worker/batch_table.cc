@@ -11,6 +11,29 @@ using Clock = std::chrono::steady_clock;
 
 }  // namespace
 
+LookupStamp FirstStamp(std::span<const SlotsLookup> lookups, size_t server) {
+  for (const SlotsLookup& lookup : lookups) {
+    if (lookup.stamps[server].incarnation != 0) return lookup.stamps[server];
+  }
+  return {};
+}
+
+void NoteLookup(SlotMask slots, std::span<const ServerRows> answers,
+                std::vector<SlotsLookup>* lookups) {
+  const SlotMask bits = slots == kAllSlots ? ~SlotMask{0} : slots;
+  for (SlotsLookup& earlier : *lookups) earlier.slots &= ~bits;
+  std::erase_if(*lookups, [](const SlotsLookup& lookup) { return lookup.slots == 0; });
+  SlotsLookup& lookup = lookups->emplace_back();
+  lookup.slots = bits;
+  for (const ServerRows& answer : answers) lookup.stamps.push_back(answer.stamp);
+}
+
+SlotMask LookedUp(std::span<const SlotsLookup> lookups) {
+  SlotMask slots = 0;
+  for (const SlotsLookup& lookup : lookups) slots |= lookup.slots;
+  return slots;
+}
+
 StatusOr<uint64_t> BatchTable::AddWaiting(uint32_t loader_index, FeatureBatch features) {
   const std::lock_guard lock(mutex_);
   const size_t num_bytes = features.size_bytes();
@@ -76,6 +99,18 @@ StatusOr<BatchTable::Guard> BatchTable::Acquire(uint64_t counter, Deadline deadl
   }
   found->second->busy = true;
   return Guard(this, found->second);
+}
+
+Status BatchTable::WaitReturned(uint64_t counter, Deadline deadline) {
+  if (counter == 0) return Status::Ok();
+  std::unique_lock lock(mutex_);
+  const auto has_ended = [&] { return batches_.find(counter) == batches_.end(); };
+  if (!batch_free_.wait_until(lock, deadline, has_ended)) {
+    return DeadlineExceeded("the update of batch ", counter,
+                            ", which is to come first, is missing");
+  }
+  if (returned_.contains(counter)) return Status::Ok();
+  return NotFound("batch ", counter, ", whose update is to come first, has ended without one");
 }
 
 std::optional<BatchTable::Guard> BatchTable::NextToPrefetch(uint64_t limit) {

@@ -34,6 +34,14 @@ struct SlotsLookup {
   std::vector<LookupStamp> stamps;  // by server; incarnation 0 where it was not asked
 };
 
+// The stamp of the batch's first lookup on a server. It dates the update.
+LookupStamp FirstStamp(std::span<const SlotsLookup> lookups, size_t server);
+// Notes a lookup for training; of slots that were looked up before, the later lookup counts.
+void NoteLookup(SlotMask slots, std::span<const ServerRows> answers,
+                std::vector<SlotsLookup>* lookups);
+// The slots that were looked up. The rank has the rows of others, and updates them.
+SlotMask LookedUp(std::span<const SlotsLookup> lookups);
+
 struct Batch {
   enum class State : uint8_t { kWaiting, kInFlight };
 
@@ -92,6 +100,9 @@ class BatchTable {
 
   // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
   StatusOr<Guard> Acquire(uint64_t counter, Deadline deadline);
+
+  // Waits until the batch is returned; 0 is none. kNotFound: it ended otherwise.
+  Status WaitReturned(uint64_t counter, Deadline deadline);
 
   // Acquires the oldest waiting batch that this has not returned before. Nothing if `limit` of
   // those that it returned still wait for their lookup. One that a later batch has overtaken does

@@ -33,32 +33,6 @@ std::vector<const float*> FindRows(const LookupPlan& plan, std::span<const Serve
   return rows;
 }
 
-// The stamp of the batch's first lookup on a server. It dates the update.
-LookupStamp FirstStamp(std::span<const SlotsLookup> lookups, size_t server) {
-  for (const SlotsLookup& lookup : lookups) {
-    if (lookup.stamps[server].incarnation != 0) return lookup.stamps[server];
-  }
-  return {};
-}
-
-// Notes a lookup for training; of slots that were looked up before, the later lookup counts.
-void NoteLookup(SlotMask slots, std::span<const ServerRows> answers,
-                std::vector<SlotsLookup>* lookups) {
-  const SlotMask bits = slots == kAllSlots ? ~SlotMask{0} : slots;
-  for (SlotsLookup& earlier : *lookups) earlier.slots &= ~bits;
-  std::erase_if(*lookups, [](const SlotsLookup& lookup) { return lookup.slots == 0; });
-  SlotsLookup& lookup = lookups->emplace_back();
-  lookup.slots = bits;
-  for (const ServerRows& answer : answers) lookup.stamps.push_back(answer.stamp);
-}
-
-// The slots that were looked up. The rank has the rows of others, and updates them.
-SlotMask LookedUp(std::span<const SlotsLookup> lookups) {
-  SlotMask slots = 0;
-  for (const SlotsLookup& lookup : lookups) slots |= lookup.slots;
-  return slots;
-}
-
 uint64_t CountSignsOf(const LookupPlan& plan, SlotMask slots) {
   uint64_t num_signs = 0;
   for (const PlannedGroup& group : plan.groups) {
@@ -282,16 +256,67 @@ StatusOr<Buffer> EmbeddingWorker::LookupHeld(Batch& batch, bool requires_grad, D
   const Timed total(total_times_, batch.counter);
   Plan(batch);
   PERSIA_ASSIGN_OR_RETURN(const auto answers, LookupRows(batch, requires_grad, deadline, slots));
-  const bool first = batch.lookups.empty();
+  if (batch.lookups.empty()) CountLookup(batch);
   // Only what was looked up for training may be updated.
   if (requires_grad) NoteLookup(slots, answers, &batch.lookups);
-  if (first) {  // counted as a whole
-    num_looked_up_.Add();
-    num_ids_.Add(batch.plan->num_ids);
-    num_signs_.Add(batch.plan->num_signs());
-  }
   const Timed timed(postprocess_times_, batch.counter);
   return Pool(batch, answers, requires_grad, slots, form);
+}
+
+// As a whole, with its first lookup.
+void EmbeddingWorker::CountLookup(const Batch& batch) {
+  num_looked_up_.Add();
+  num_ids_.Add(batch.plan->num_ids);
+  num_signs_.Add(batch.plan->num_signs());
+}
+
+StatusOr<WholeRows> EmbeddingWorker::LookupWhole(const LookupWholeRequest& request,
+                                                 Deadline deadline) {
+  if (request.key.reference != 0) {
+    PERSIA_RETURN_IF_ERROR(CheckIncarnation(request.key));
+    PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.Acquire(request.key.reference, deadline));
+    PERSIA_RETURN_IF_ERROR(table_.StartFlight(guard));
+    return LookupWholeHeld(*guard, request, deadline);
+  }
+  PERSIA_ASSIGN_OR_RETURN(FeatureBatch features, Decode(request.id_features));
+  PERSIA_ASSIGN_OR_RETURN(const auto guard, table_.AddInFlight(std::move(features)));
+  StatusOr<WholeRows> rows = LookupWholeHeld(*guard, request, deadline);
+  if (!rows.ok()) table_.FinishReleased(guard);  // as in LookupDirect()
+  return rows;
+}
+
+StatusOr<WholeRows> EmbeddingWorker::LookupWholeHeld(Batch& batch,
+                                                     const LookupWholeRequest& request,
+                                                     Deadline deadline) {
+  const Timed total(total_times_, batch.counter);
+  Plan(batch);
+  if (request.wanted.size() != (batch.plan->num_signs() + 63) / 64) {
+    return InvalidArgument(request.wanted.size(), " words of wanted signs, and the batch has ",
+                           batch.plan->num_signs(),
+                           " signs: rank and worker must have the same embedding config");
+  }
+  const auto is_wanted = [&](const PlannedGroup& group, uint32_t number) {
+    return Includes(request.slots, group.mode) && request.Wants(number);
+  };
+  const auto look_up = [&](uint32_t num_servers) {
+    RouteTo(num_servers, &batch);
+    const std::vector<ServerBlocks> wanted = SelectRequests(*batch.plan, is_wanted);
+    return WithConfiguration(deadline, [&] {
+      const Timed timed(rpc_times_, batch.counter);
+      return rows_->LookupWhole(wanted, deadline);
+    });
+  };
+  PERSIA_ASSIGN_OR_RETURN(std::vector<ServerRows> answers, ForPresentServers(look_up));
+  if (batch.lookups.empty()) CountLookup(batch);
+  NoteLookup(request.slots, answers, &batch.lookups);
+  WholeRows rows;
+  rows.key = {incarnation_, batch.counter};
+  for (ServerRows& answer : answers) {
+    rows.incarnations.push_back(answer.stamp.incarnation);
+    rows.rows.push_back(answer.rows);
+    rows.storage.push_back(std::move(answer.storage));
+  }
+  return rows;
 }
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(Batch& batch, bool requires_grad,
@@ -335,8 +360,9 @@ void EmbeddingWorker::CountAsRows(const LookupPlan& plan, const EmbeddingsLayout
 
 StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, float scale,
                                                         std::span<const SlotGradient> gradients,
-                                                        Deadline deadline) {
+                                                        Deadline deadline, const BatchKey& after) {
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
+  if (after.reference != 0) PERSIA_RETURN_IF_ERROR(CheckIncarnation(after));
   StatusOr<BatchTable::Guard> guard = table_.Acquire(key.reference, deadline);
   // Looked up after the batch, so that a return that finishes in between is found.
   if (!guard.ok()) {
@@ -344,7 +370,7 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
     if (first.has_value()) return *first;
     return guard.status();
   }
-  StatusOr<ReturnReport> report = ReturnHeld(**guard, scale, gradients, deadline);
+  StatusOr<ReturnReport> report = ReturnHeld(**guard, scale, gradients, deadline, after.reference);
   if (!report.ok()) return report;
   table_.FinishReturned(*guard, *report);
   SendPrefetchHints();  // one more has been looked up; and here no rank waits for what it takes
@@ -355,7 +381,7 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
 // time: they recognise the key and do not apply it again.
 StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(Batch& batch, float scale,
                                                    std::span<const SlotGradient> gradients,
-                                                   Deadline deadline) {
+                                                   Deadline deadline, uint64_t after) {
   if (batch.lookups.empty()) {
     return FailedPrecondition("batch ", batch.counter,
                               " was not looked up for training: there is nothing to update");
@@ -370,6 +396,7 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(Batch& batch, float scale,
   const auto update = [&](uint32_t num_servers) -> StatusOr<std::vector<UpdateResult>> {
     RouteTo(num_servers, &batch);
     PERSIA_ASSIGN_OR_RETURN(reduced, reduce());
+    PERSIA_RETURN_IF_ERROR(table_.WaitReturned(after, deadline));
     num_sent = CountSigns(reduced.requests);
     if (num_sent == 0) return std::vector<UpdateResult>();
     return Update(batch, reduced, deadline);

@@ -25,6 +25,7 @@
 #include "base/train_config.h"
 #include "worker/batch_table.h"
 #include "worker/embeddings_message.h"
+#include "worker/exact_protocol.h"
 #include "worker/lookup_plan.h"
 #include "worker/reduction.h"
 #include "worker/row_service.h"
@@ -88,14 +89,19 @@ class EmbeddingWorker {
                                 EmbeddingsForm form = EmbeddingsForm::kPooled,
                                 const BatchKey& original = {});
 
+  // Whole rows for training, for a rank that replays its updates; the batch is in flight then.
+  // kInvalidArgument: bits of wanted signs that do not fit the batch.
+  StatusOr<WholeRows> LookupWhole(const LookupWholeRequest& request, Deadline deadline);
+
   // Applies the gradients once: a repetition for a batch that was returned already gives the first
   // report again.
   // kNotFound: neither held nor returned lately. kFailedPrecondition: the batch was looked up
   // without requires_grad. A server that fails leaves the batch in flight, so that the call can be
   // repeated: servers that have applied their part recognise its key.
+  // `after`: a batch of this worker whose update is applied before; see BatchTable::WaitReturned.
   StatusOr<ReturnReport> ReturnGradients(const BatchKey& key, float scale,
-                                         std::span<const SlotGradient> gradients,
-                                         Deadline deadline);
+                                         std::span<const SlotGradient> gradients, Deadline deadline,
+                                         const BatchKey& after = {});
   // Ends a batch that will get no gradients. Releasing twice is fine; kNotFound: never registered
   // here; kDeadlineExceeded: a request has worked on it for seconds.
   Status Release(const BatchKey& key);
@@ -132,11 +138,15 @@ class EmbeddingWorker {
                               EmbeddingsForm form);
   StatusOr<std::vector<ServerRows>> LookupRows(Batch& batch, bool requires_grad, Deadline deadline,
                                                SlotMask slots);
+  StatusOr<WholeRows> LookupWholeHeld(Batch& batch, const LookupWholeRequest& request,
+                                      Deadline deadline);
+  void CountLookup(const Batch& batch);
   StatusOr<Buffer> Pool(const Batch& batch, std::span<const ServerRows> answers, bool requires_grad,
                         SlotMask slots, EmbeddingsForm form);
   void CountAsRows(const LookupPlan& plan, const EmbeddingsLayout& layout);
   StatusOr<ReturnReport> ReturnHeld(Batch& batch, float scale,
-                                    std::span<const SlotGradient> gradients, Deadline deadline);
+                                    std::span<const SlotGradient> gradients, Deadline deadline,
+                                    uint64_t after);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
                                              Deadline deadline);
   // Runs `call(number of servers)`, and again where that number has changed meanwhile.

@@ -130,6 +130,13 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
   return answers;
 }
 
+StatusOr<std::vector<ServerRows>> RemoteRows::LookupWhole(std::span<const ServerBlocks> requests,
+                                                          Deadline deadline) {
+  std::vector<LookupRowsRequest> lookups;
+  for (const ServerBlocks& request : requests) lookups.push_back({true, request.view()});
+  return CallSome(kLookupWholeRows, std::span<const LookupRowsRequest>(lookups), deadline);
+}
+
 // Does not wait: a hint that comes late is worth nothing, and a lookup must not pay for it.
 HintReport RemoteRows::Prefetch(std::span<const ServerBlocks> requests) {
   HintReport total;

@@ -56,6 +56,12 @@ class RowService {
   // `train`: the batch was made with requires_grad, so rows of new signs are inserted.
   virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
+  // For training, with optimizer state (store/whole_rows.h). Servers know how many floats a row
+  // has.
+  virtual StatusOr<std::vector<ServerRows>> LookupWhole(std::span<const ServerBlocks> /*requests*/,
+                                                        Deadline /*deadline*/) {
+    return FailedPrecondition("rows of this process have no network to hide");
+  }
   // Hints that lookups will name these signs soon; returns at once. Call only if WantsPrefetch()
   // returned true.
   virtual HintReport Prefetch(std::span<const ServerBlocks> /*requests*/) { return {}; }
@@ -93,6 +99,8 @@ class RemoteRows final : public RowService {
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
   StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override;
+  StatusOr<std::vector<ServerRows>> LookupWhole(std::span<const ServerBlocks> requests,
+                                                Deadline deadline) override;
   // Asks each server once whether it wants hints, with the first call of WantsPrefetch(), and again
   // where it has moved. Servers that read no rows from a file get none.
   HintReport Prefetch(std::span<const ServerBlocks> requests) override;

@@ -7,6 +7,7 @@
 
 #include "net/rpc.h"
 #include "worker/embeddings_message.h"
+#include "worker/exact_protocol.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
@@ -82,6 +83,14 @@ WorkerService::WorkerService(std::shared_ptr<EmbeddingWorker> worker, net::Serve
                                        request.options.slots, form, request.original);
         });
       });
+  Register(kLookupWhole, [this](const LookupWholeRequest& request, Deadline deadline) {
+    return worker_->LookupWhole(request, deadline);
+  });
+  Register(kReturnInOrder, [this](const OrderedGradientsRequest& request, Deadline deadline) {
+    const GradientsRequest& update = request.gradients;
+    return worker_->ReturnGradients(update.key, update.scale, update.gradients, deadline,
+                                    request.after);
+  });
   Register(kReturnGradients, [this](const GradientsRequest& request, Deadline deadline) {
     return worker_->ReturnGradients(request.key, request.scale, request.gradients, deadline);
   });

@@ -135,7 +135,8 @@ def test_the_document_has_the_tables_that_the_study_writes() -> None:
     assert [line for line in between.splitlines() if line.startswith("#")] == [
         line for line in lines if line.startswith("#")
     ]
-    assert all(f"| {mode.name} |" in between for mode in MODES)
+    # Exact runs were made apart from the others: the page has them in a section of their own.
+    assert all(f"| {mode.name} |" in between for mode in MODES if not mode.is_exact)
 
 
 def test_pictures(tmp_path: Path) -> None:

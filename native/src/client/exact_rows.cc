@@ -1,0 +1,421 @@
+#include "client/exact_rows.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+
+#include "base/hash.h"
+#include "store/whole_rows.h"
+
+namespace persia::client {
+
+using store::SignKey;
+using worker::BatchReference;
+using worker::SlotGradient;
+
+// Working fields belong to the thread that works on the batch.
+struct ExactRows::Batch {
+  worker::LookupPlan plan;                 // of one server
+  std::vector<uint64_t> wanted;            // as in LookupWholeRequest
+  std::vector<uint32_t> cells;             // by sign number; kNoCell: not held
+  uint64_t number = 0;                     // in the order of lookups
+  std::vector<BatchReference> references;  // the last one is of the worker that holds it
+  uint64_t update = 0;                     // in the order of updates; 0: not applied
+  worker::ReducedGradients sums;
+  std::vector<const float*> sum_of;  // by sign number; null: without a gradient
+
+  std::span<const uint64_t> signs() const { return plan.requests[0].signs; }
+};
+
+namespace {
+
+// Calls use(group, number) for each sign of the slots that servers have.
+template <typename Use>
+void ForEachServed(const worker::LookupPlan& plan, worker::SlotMask served, Use use) {
+  for (const worker::PlannedGroup& group : plan.groups) {
+    if (!worker::Includes(served, group.mode)) continue;
+    for (uint32_t i = 0; i < group.num_signs; ++i) use(group, group.first_number + i);
+  }
+}
+
+bool IsSameWorker(const BatchReference& a, const BatchReference& b) {
+  return a.worker_index == b.worker_index && a.worker_incarnation == b.worker_incarnation;
+}
+
+// The embeddings of no slot: they are pooled in the batch's training step.
+worker::LookupResult AbsentSlots(const worker::LookupPlan& plan, const BatchReference& reference) {
+  worker::LookupResult result;
+  result.reference = reference;
+  result.batch_size = plan.batch_size;
+  for (const worker::PlannedFeature& feature : plan.features) {
+    worker::SlotEmbedding& slot = result.slots.emplace_back();
+    slot.name = feature.slot->name;
+    slot.absent = true;
+    slot.dim = feature.slot->dim;
+  }
+  return result;
+}
+
+// The slot's sums, where they can be sent in the place of its gradients; they are finite.
+void UseSums(const worker::LookupPlan& plan, std::span<const float* const> sum_of,
+             SlotGradient* gradient) {
+  for (const worker::PlannedFeature& feature : plan.features) {
+    const worker::PlannedGroup& group = plan.groups[feature.group];
+    if (feature.slot->name != gradient->slot || gradient->skipped) continue;
+    if (!feature.slot->embedding_summation || group.num_features != 1) return;
+    if (group.num_signs == 0) return;
+    gradient->num_rows = group.num_signs;
+    gradient->rows = sum_of[group.first_number];
+    gradient->summed = true;
+  }
+}
+
+}  // namespace
+
+StatusOr<std::unique_ptr<ExactRows>> ExactRows::Create(uint32_t feature_index_prefix_bit,
+                                                       std::vector<worker::SlotConfig> slots,
+                                                       worker::SlotMask served) {
+  PERSIA_ASSIGN_OR_RETURN(worker::SlotTable table,
+                          worker::SlotTable::Create(feature_index_prefix_bit, std::move(slots)));
+  return std::unique_ptr<ExactRows>(new ExactRows(std::move(table), served));
+}
+
+Status ExactRows::Configure(const TrainConfig& config) {
+  const TrainConfig full = slots_.WithGroups(config);
+  PERSIA_RETURN_IF_ERROR(store::CheckReplayable(full));
+  auto policies = std::make_shared<const store::RowPolicies>(full);
+  const std::lock_guard lock(mutex_);
+  policies_ = std::move(policies);
+  return Status::Ok();
+}
+
+StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_features,
+                                               worker::LookupWholeRequest* request) {
+  Buffer bytes(id_features.size());
+  if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
+  PERSIA_ASSIGN_OR_RETURN(const auto features,
+                          worker::FeatureBatch::Decode(std::move(bytes), slots_));
+  thread_local worker::LookupPlanner planner;  // keeps its tables from batch to batch
+  auto batch = std::make_shared<Batch>();
+  batch->plan = planner.Make(features, slots_, /*num_servers=*/1);
+  const uint32_t num_signs = batch->plan.num_signs();
+  batch->cells.assign(num_signs, store::RowSlabs::kNoCell);
+  batch->wanted.assign((num_signs + 63) / 64, 0);
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(status_);
+  if (policies_ == nullptr) return FailedPrecondition("the embedding optimizer is not configured");
+  batch->number = next_number_++;
+  looking_up_.insert(batch->number);
+  uint64_t num_spared = 0;
+  ForEachServed(batch->plan, served_, [&](const auto&, uint32_t number) {
+    store::SignIndex::Entry* entry = index_.Find(SignKey(batch->signs()[number]));
+    if (entry == nullptr) {
+      batch->wanted[number / 64] |= uint64_t{1} << number % 64;
+      return;
+    }
+    ++entry->stamp;
+    batch->cells[number] = entry->cell;
+    ++num_spared;
+  });
+  num_spared_.Add(num_spared);
+  request->slots = served_;
+  request->wanted = batch->wanted;
+  return batch;
+}
+
+StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t worker_index,
+                                                 const worker::WholeRows& answer) {
+  const std::lock_guard lock(mutex_);
+  Status status = CheckServers(answer.incarnations);
+  if (status.ok()) status = Insert(*batch, answer);
+  if (!status.ok()) {
+    Unpin(*batch);
+    EndLookup(*batch);
+    return status;
+  }
+  batch->references.push_back({answer.key, worker_index});
+  batches_[{answer.key.worker_incarnation, answer.key.reference}] = batch;
+  EndLookup(*batch);
+  return AbsentSlots(batch->plan, batch->references.back());
+}
+
+// A server that has lost its rows begins them anew, while the rank would continue with the old
+// ones. One that replaces another with all rows cannot be told from it.
+Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
+  PERSIA_RETURN_IF_ERROR(status_);
+  if (incarnations.size() != incarnations_.size() || index_.size() == 0) {
+    // Other servers have taken over the rows and the updates of those before, or none is held.
+    incarnations_.assign(incarnations.begin(), incarnations.end());
+    return Status::Ok();
+  }
+  for (size_t i = 0; i < incarnations.size(); ++i) {
+    if (incarnations[i] == 0) continue;
+    if (incarnations_[i] != 0 && incarnations_[i] != incarnations[i]) {
+      return status_ = FailedPrecondition(
+                 "parameter server ", i,
+                 " was started again while consistency='exact' held rows of ", batches_.size(),
+                 " batches in flight: load a checkpoint and begin a new loop");
+    }
+    incarnations_[i] = incarnations[i];
+  }
+  return Status::Ok();
+}
+
+Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
+  const auto num_servers = static_cast<uint32_t>(answer.rows.size());
+  std::vector<std::span<const float>> left = answer.rows;
+  const store::RowPolicy* policy = nullptr;
+  store::RowShape shape;
+  uint64_t num_fetched = 0;
+  Status status = num_servers == 0 ? Corruption("an answer of no server") : Status::Ok();
+  ForEachServed(batch.plan, served_, [&](const worker::PlannedGroup& group, uint32_t number) {
+    if (!status.ok() || (batch.wanted[number / 64] >> number % 64 & 1) == 0) return;
+    const uint64_t sign = batch.signs()[number];
+    if (&policies_->Of(sign) != policy || shape.dim != group.dim) {
+      policy = &policies_->Of(sign);
+      shape = policy->ShapeFor(group.dim);
+    }
+    std::span<const float>& rows =
+        left[num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers)];
+    const uint32_t num_floats = store::WholeRowFloats(shape);
+    if (rows.size() < num_floats) {
+      status = Corruption("whole rows end early: rank and servers differ in their config");
+      return;
+    }
+    auto cell = Hold(SignKey(sign), shape, rows.data());
+    if (!cell.ok()) {
+      status = cell.status();
+      return;
+    }
+    batch.cells[number] = *cell;
+    rows = rows.subspan(num_floats);
+    ++num_fetched;
+  });
+  num_fetched_.Add(num_fetched);
+  PERSIA_RETURN_IF_ERROR(status);
+  if (std::ranges::all_of(left, [](const auto& rest) { return rest.empty(); })) return status;
+  return Corruption("whole rows are left over: rank and servers differ in their config");
+}
+
+// The row may have arrived with another batch meanwhile, and have updates that `floats` lack.
+StatusOr<uint32_t> ExactRows::Hold(uint64_t key, const store::RowShape& shape,
+                                   const float* floats) {
+  if (store::SignIndex::Entry* entry = index_.Find(key)) {
+    ++entry->stamp;
+    return entry->cell;
+  }
+  const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
+  if (cell == store::RowSlabs::kNoCell || !index_.Insert({key, cell, 1})) {
+    return ResourceExhausted("there is no memory for the rows of the batches in flight");
+  }
+  store::SetWholeRow(floats, shape, slabs_.View(cell));
+  return cell;
+}
+
+void ExactRows::Abandon(const BatchPtr& batch) {
+  const std::lock_guard lock(mutex_);
+  Unpin(*batch);
+  EndLookup(*batch);
+}
+
+void ExactRows::Rename(const BatchReference& from, const BatchReference& to) {
+  const std::lock_guard lock(mutex_);
+  const auto found = batches_.find({from.worker_incarnation, from.reference});
+  if (found == batches_.end()) return;
+  const BatchPtr batch = found->second;
+  batch->references.push_back(to);
+  batches_[{to.worker_incarnation, to.reference}] = batch;
+  changed_.notify_all();
+}
+
+StatusOr<ExactRows::BatchPtr> ExactRows::Find(const BatchReference& reference) const {
+  PERSIA_RETURN_IF_ERROR(status_);
+  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  if (found != batches_.end()) return found->second;
+  return NotFound("batch ", reference.reference, " is not among the batches in flight");
+}
+
+bool ExactRows::Has(const BatchReference& reference) const {
+  const std::lock_guard lock(mutex_);
+  return batches_.contains({reference.worker_incarnation, reference.reference});
+}
+
+// With the worker's own functions: the same bits.
+StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) {
+  BatchPtr batch;
+  std::vector<const float*> rows;
+  {
+    const std::lock_guard lock(mutex_);
+    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    for (const uint32_t cell : batch->cells) {
+      rows.push_back(cell == store::RowSlabs::kNoCell ? nullptr : slabs_.values(cell));
+    }
+  }
+  const worker::LookupPlan& plan = batch->plan;
+  PERSIA_ASSIGN_OR_RETURN(
+      worker::EmbeddingsLayout layout,
+      worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_));
+  for (size_t i = 0; i < plan.features.size(); ++i) {
+    if (!worker::Includes(served_, plan.features[i].slot->mode)) continue;
+    worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout.slots[i]);
+  }
+  return worker::DecodeEmbeddings(reference.worker_index, std::move(layout.message));
+}
+
+Status ExactRows::Apply(const BatchReference& reference, float scale,
+                        std::span<const SlotGradient> gradients) {
+  BatchPtr batch;
+  {
+    const std::lock_guard lock(mutex_);
+    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+  }
+  if (batch->update != 0) return Status::Ok();
+  PERSIA_ASSIGN_OR_RETURN(batch->sums, worker::ReduceGradients(batch->plan, scale, gradients));
+  const std::lock_guard lock(mutex_);
+  Replay(*batch);
+  batch->update = next_update_++;
+  unacknowledged_[batch->update] = batch;
+  return Status::Ok();
+}
+
+// By the servers' code, Shard::UpdateRun. Signs without a gradient are left out of the sums.
+void ExactRows::Replay(Batch& batch) {
+  batch.sum_of.assign(batch.plan.num_signs(), nullptr);
+  const worker::ServerBlocks& kept = batch.sums.requests[0];
+  const float* sum = batch.sums.gradients[0].data();
+  size_t next = 0;
+  uint32_t number = 0;
+  for (const SignBlock& block : kept.blocks) {
+    store::UpdateReport report;
+    store::RowSteps steps(block.dim, &report);
+    for (uint32_t i = 0; i < block.num_signs; ++i, ++number, sum += block.dim) {
+      const uint64_t sign = kept.signs[next++];
+      while (batch.signs()[number] != sign) ++number;
+      batch.sum_of[number] = sum;
+      steps.Add(policies_->Of(sign), slabs_.View(batch.cells[number]), sum);
+    }
+    steps.Flush();
+    num_replayed_.Add(report.num_updated);
+  }
+}
+
+StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& reference,
+                                                       std::span<const SlotGradient> gradients,
+                                                       worker::Deadline deadline) {
+  Outgoing outgoing{.after = {}, .gradients = {gradients.begin(), gradients.end()}, .batch = {}};
+  std::unique_lock lock(mutex_);
+  PERSIA_ASSIGN_OR_RETURN(outgoing.batch, Find(reference));
+  const Batch& batch = *outgoing.batch;
+  if (batch.update == 0) return FailedPrecondition("the update was not applied at the rank first");
+  // One that goes to another worker waits for the acknowledgement of the one before it.
+  const auto may_be_sent = [&] {
+    if (!status_.ok() || !unacknowledged_.contains(batch.update)) return true;
+    if (batch.update >= unacknowledged_.begin()->first + worker::kMaxOrderedReturns) return false;
+    const auto before = unacknowledged_.find(batch.update - 1);
+    outgoing.after = {};
+    if (before == unacknowledged_.end()) return true;
+    outgoing.after = before->second->references.back();
+    return IsSameWorker(before->second->references.back(), reference);
+  };
+  if (!changed_.wait_until(lock, deadline, may_be_sent)) {
+    return DeadlineExceeded("the updates before that of batch ", reference.reference,
+                            " were not acknowledged");
+  }
+  PERSIA_RETURN_IF_ERROR(status_);
+  if (!batch.sums.nonfinite_features.empty()) return outgoing;  // the worker counts them
+  for (SlotGradient& gradient : outgoing.gradients) UseSums(batch.plan, batch.sum_of, &gradient);
+  return outgoing;
+}
+
+Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnReport& report) {
+  const std::lock_guard lock(mutex_);
+  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  if (found == batches_.end()) return status_;
+  const BatchPtr batch = found->second;
+  if (report.update.num_missing > 0) {
+    status_ =
+        FailedPrecondition("parameter servers had no row for ", report.update.num_missing,
+                           " gradients of batch ", reference.reference,
+                           ", which consistency='exact' has replayed: they were started again, or "
+                           "evict rows; load a checkpoint and begin a new loop");
+  }
+  const Status status = status_;
+  EndLocked(batch);
+  return status;
+}
+
+void ExactRows::Fail(const BatchReference& reference, const Status& status) {
+  const std::lock_guard lock(mutex_);
+  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  if (found == batches_.end()) return;
+  if (status_.ok()) status_ = status;
+  const BatchPtr batch = found->second;
+  EndLocked(batch);
+}
+
+void ExactRows::End(const BatchReference& reference) {
+  const std::lock_guard lock(mutex_);
+  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  if (found != batches_.end()) EndLocked(BatchPtr(found->second));
+}
+
+void ExactRows::EndLocked(const BatchPtr& batch) {
+  unacknowledged_.erase(batch->update);
+  for (const BatchReference& name : batch->references) {
+    batches_.erase({name.worker_incarnation, name.reference});
+  }
+  ended_.emplace_back(next_number_, batch);
+  Drain();
+  changed_.notify_all();
+}
+
+void ExactRows::EndLookup(const Batch& batch) {
+  looking_up_.erase(batch.number);
+  Drain();
+}
+
+void ExactRows::Drain() {
+  while (!ended_.empty() && (looking_up_.empty() || *looking_up_.begin() >= ended_.front().first)) {
+    Unpin(*ended_.front().second);
+    ended_.pop_front();
+  }
+  // Nothing is left of what was lost: the next batch reads the servers' rows.
+  if (batches_.empty() && looking_up_.empty() && unacknowledged_.empty()) status_ = Status::Ok();
+}
+
+void ExactRows::Unpin(const Batch& batch) {
+  for (uint32_t number = 0; number < batch.cells.size(); ++number) {
+    if (batch.cells[number] == store::RowSlabs::kNoCell) continue;
+    store::SignIndex::Entry* entry = index_.Find(SignKey(batch.signs()[number]));
+    if (--entry->stamp > 0) continue;
+    slabs_.Free(entry->cell);
+    index_.Erase(entry);
+  }
+}
+
+Status ExactRows::WaitApplied(worker::Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  const auto is_over = [&] { return unacknowledged_.empty() || !status_.ok(); };
+  if (changed_.wait_until(lock, deadline, is_over)) return status_;
+  return DeadlineExceeded(unacknowledged_.size(), " updates were not acknowledged");
+}
+
+Status ExactRows::CheckIdle(const char* what) const {
+  const std::lock_guard lock(mutex_);
+  if (batches_.empty()) return Status::Ok();
+  return FailedPrecondition(what, " while consistency='exact' holds rows of ", batches_.size(),
+                            " batches in flight: do it before the loop or after it");
+}
+
+Metrics ExactRows::metrics() const {
+  Metrics metrics;
+  counters_.AddTo(&metrics);
+  const std::lock_guard lock(mutex_);
+  metrics.AddGauge("num_held_rows", "persia_nn_held_rows",
+                   "Rows of batches in flight that the rank holds.", index_.size());
+  metrics.AddGauge("held_bytes", "persia_nn_held_bytes", "Memory of these rows and their index.",
+                   index_.memory_bytes() + slabs_.memory_bytes());
+  return metrics;
+}
+
+}  // namespace persia::client

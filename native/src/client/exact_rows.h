@@ -1,0 +1,144 @@
+// ExactRows: the rows of a rank's batches in flight, on which the rank replays its own updates
+// (consistency="exact", docs/adr/0054).
+//
+// A batch is looked up ahead of the updates of earlier batches. With one rank, each update that the
+// servers lack then is the rank's own. So the rank holds every row of its batches in flight, with
+// optimizer state, and steps it with the servers' code as soon as a batch has its gradients.
+//
+// Life of a batch: Begin -> Arrive -> Pool -> Apply -> PrepareReturn -> Finish, or End without
+// gradients. Invariants:
+//  * A row that is held has every update that the rank has made: it is pooled, and what a server
+//    answers for it is ignored.
+//  * A row that is not held has no such update that its server lacks: rows are held until the
+//    updates of their batches are acknowledged, and until each lookup has ended that began before.
+//  * Updates are applied in one order, here and on the servers.
+//
+// Bounded by the batches in flight. Thread-safe; Pool and Apply belong to one thread, the loop's.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/metrics.h"
+#include "base/status.h"
+#include "store/row_policy.h"
+#include "store/row_slabs.h"
+#include "store/sign_index.h"
+#include "worker/embeddings_message.h"
+#include "worker/exact_protocol.h"
+#include "worker/lookup_plan.h"
+#include "worker/reduction.h"
+#include "worker/slot_table.h"
+
+namespace persia::client {
+
+class ExactRows {
+ public:
+  struct Batch;
+  using BatchPtr = std::shared_ptr<Batch>;
+
+  // `slots` are those of the job's embedding workers; `served`: those that servers have.
+  static StatusOr<std::unique_ptr<ExactRows>> Create(uint32_t feature_index_prefix_bit,
+                                                     std::vector<worker::SlotConfig> slots,
+                                                     worker::SlotMask served);
+
+  // The config that the servers have. Call WaitApplied() before they get it.
+  // kFailedPrecondition: as store::CheckReplayable().
+  Status Configure(const TrainConfig& config);
+
+  // Plans a batch and decides which of its rows to ask for: `request` then views the batch.
+  StatusOr<BatchPtr> Begin(std::span<const std::byte> id_features,
+                           worker::LookupWholeRequest* request);
+  // Takes the answer over. The result has the batch's slots, all absent. kFailedPrecondition: a
+  // server has restarted while rows are held.
+  StatusOr<worker::LookupResult> Arrive(const BatchPtr& batch, uint32_t worker_index,
+                                        const worker::WholeRows& answer);
+  // Instead of Arrive(): the lookup has failed.
+  void Abandon(const BatchPtr& batch);
+  // The batch is held by another worker now.
+  void Rename(const worker::BatchReference& from, const worker::BatchReference& to);
+
+  // The embeddings with all updates applied so far. kNotFound: the batch is not held.
+  StatusOr<worker::LookupResult> Pool(const worker::BatchReference& reference);
+  // Replays the update of the batch; a second call does nothing. Fails as ReduceGradients().
+  Status Apply(const worker::BatchReference& reference, float scale,
+               std::span<const worker::SlotGradient> gradients);
+
+  bool Has(const worker::BatchReference& reference) const;
+  struct Outgoing {
+    BatchKey after;
+    std::vector<worker::SlotGradient> gradients;  // sums where slots permit; in the batch
+    BatchPtr batch;
+  };
+  // What to send for a batch that was applied, once it may be sent.
+  StatusOr<Outgoing> PrepareReturn(const worker::BatchReference& reference,
+                                   std::span<const worker::SlotGradient> gradients,
+                                   worker::Deadline deadline);
+  // The servers have applied it. kFailedPrecondition: not all of it, so their rows are others.
+  Status Finish(const worker::BatchReference& reference, const worker::ReturnReport& report);
+  // The update is lost: all calls fail with `status` until no batch is in flight.
+  void Fail(const worker::BatchReference& reference, const Status& status);
+  // The batch gets no gradients.
+  void End(const worker::BatchReference& reference);
+  // Waits until the servers have applied every update that Apply() has.
+  Status WaitApplied(worker::Deadline deadline);
+
+  // kFailedPrecondition, naming `what` is refused, while batches are in flight.
+  Status CheckIdle(const char* what) const;
+  Metrics metrics() const;
+
+ private:
+  using Key = std::pair<uint64_t, uint64_t>;  // incarnation and reference
+
+  ExactRows(worker::SlotTable slots, worker::SlotMask served)
+      : slots_(std::move(slots)), served_(served) {}
+
+  // Locked, all that follow.
+  Status CheckServers(std::span<const uint64_t> incarnations);
+  Status Insert(Batch& batch, const worker::WholeRows& answer);
+  StatusOr<uint32_t> Hold(uint64_t key, const store::RowShape& shape, const float* floats);
+  StatusOr<BatchPtr> Find(const worker::BatchReference& reference) const;
+  void Replay(Batch& batch);
+  void EndLocked(const BatchPtr& batch);
+  void EndLookup(const Batch& batch);
+  // Lets go of the rows of ended batches that no lookup needs any more.
+  void Drain();
+  void Unpin(const Batch& batch);
+
+  const worker::SlotTable slots_;
+  const worker::SlotMask served_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  Status status_;  // of an update that was lost
+  std::shared_ptr<const store::RowPolicies> policies_;
+  store::SlabMemory memory_;
+  store::RowSlabs slabs_{&memory_};
+  store::SignIndex index_;  // an entry's stamp counts the batches that hold its row
+  std::map<Key, BatchPtr> batches_;
+  uint64_t next_number_ = 1;
+  std::set<uint64_t> looking_up_;                    // numbers of lookups that have not ended
+  std::deque<std::pair<uint64_t, BatchPtr>> ended_;  // with the first number of later lookups
+  uint64_t next_update_ = 1;
+  std::map<uint64_t, BatchPtr> unacknowledged_;  // by the order of updates
+  std::vector<uint64_t> incarnations_;           // of the servers
+  CounterList counters_;
+  Counter num_replayed_{counters_,
+                        {"num_replayed_rows", "persia_nn_replayed_rows",
+                         "Row updates that the rank has replayed (consistency='exact')."}};
+  Counter num_fetched_{counters_,
+                       {"num_fetched_rows", "persia_nn_fetched_rows",
+                        "Rows that lookups brought with their state."}};
+  Counter num_spared_{counters_,
+                      {"num_spared_rows", "persia_nn_spared_rows",
+                       "Rows of lookups that did not travel: the rank held them."}};
+};
+
+}  // namespace persia::client

@@ -1,0 +1,64 @@
+"""consistency="exact" in a cluster: the results of synchronous training with batches in flight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .test_failures import await_output
+
+PATIENT = {"PERSIA_DEADLINE_SEC": "100"}
+BATCHES = 24
+EXACT = ("--reproducible", "--consistency", "exact")
+RESULTS = ("batch_ids", "losses", "digest")
+
+
+def trained(run_job: Any, *options: str, **servers: Any) -> dict[str, Any]:
+    servers = {"loaders": [BATCHES], "parameter_servers": 2, "env": PATIENT, **servers}
+    (report,) = run_job("--reproducible", *options, **servers).reports
+    assert report["counters"]["batches_trained"] == BATCHES
+    return dict(report)
+
+
+def test_results_equal_synchronous_ones_to_the_last_bit(run_job: Any) -> None:
+    expected = trained(run_job, "--consistency", "synchronous")
+    # Batches wait before the first step, so that lookups miss the updates of all of them.
+    for options, workers in ((["4", "--ahead", "4"], 1), (["16"], 2)):
+        report = trained(run_job, *EXACT, "--staleness", *options, embedding_workers=workers)
+        for result in RESULTS:
+            assert report[result] == expected[result], (options, result)
+        assert set(report["staleness"]["by_mode"]) == {"exact"}
+    hybrid = trained(run_job, "--staleness", "4", "--ahead", "4")
+    assert hybrid["losses"] != expected["losses"], "the servers' rows are stale"
+
+
+def test_a_killed_worker_changes_no_result(start_job: Any, run_job: Any, tmp_path: Path) -> None:
+    """Its batches continue on the other one, with the updates in their order."""
+    expected = trained(run_job, "--consistency", "synchronous")
+    gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
+    options = (*EXACT, "--staleness", "8", *gate)
+    job = start_job(
+        *options, loaders=[["--batches", str(BATCHES)]], parameter_servers=2, embedding_workers=2, env=PATIENT
+    )
+    await_output(job.nn_worker, "batch 11")
+    job.cluster.kill("embedding-worker-1")
+    (tmp_path / "gate").touch()
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    (report,) = job.reports
+    assert report["counters"]["batches_failed"] == 0
+    assert set(report["workers"][:12]) == {0, 1}
+    for result in RESULTS:
+        assert report[result] == expected[result], result
+
+
+def test_a_server_that_is_started_again_ends_the_training(start_job: Any, tmp_path: Path) -> None:
+    gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
+    options = (*EXACT, "--staleness", "8", *gate, "--on-lost-rows", "continue")
+    job = start_job(*options, loaders=[["--batches", "3000"]], env=PATIENT)
+    await_output(job.nn_worker, "batch 11")
+    job.cluster.restart("embedding-parameter-server-0")
+    (tmp_path / "gate").touch()
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    assert report["error"].startswith("FailedPreconditionError"), report["error"]
+    assert "started again" in report["error"]
