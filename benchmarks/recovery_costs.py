@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import click
 import numpy as np
@@ -43,16 +44,19 @@ from persia.ctx import Recovery
 from persia.messaging.payloads import SubmittedBatch
 from persia.pipeline import send
 from persia.testing import LocalCluster
+from persia.waiting import Attempts
 
 SLOTS, DIM, WARM_UP, EVERY_STEPS = 26, 16, 20, 100
 CONFIG = {"slots_config": {f"C{{1..{SLOTS}}}": {"dim": DIM}}}
+_WARM, _COPIED = "it is warm", "has every row and change"
+_SERVER, _DEADLINE_S = "embedding-parameter-server", 900.0
 VARIANTS = ("nothing", "exactly-once", "checkpoints", "standbys")
 ROLES = {
     "data-loader": "loader",
     "nn-worker": "rank",
     "nats": "NATS",
     "embedding-worker": "worker",
-    "embedding-parameter-server": "servers",
+    _SERVER: "servers",
 }
 
 
@@ -98,6 +102,7 @@ def train(num_batches: int, step_s: float, folder: str) -> None:
             time.sleep(step_s)
             if ctx.step == WARM_UP:
                 begin = time.monotonic()
+                print(_WARM, flush=True)
         ctx.wait_for_gradients()
         print(f"{(num_batches - WARM_UP) / (time.monotonic() - begin)} batches/s", flush=True)
 
@@ -114,22 +119,33 @@ def turn(num_batches: int, size: int, step_s: float, variant: str) -> dict[str, 
             env={"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         ) as cluster,
     ):
-        before = processor_s(cluster)
+        if variant == "standbys":
+            _await(lambda: all(_COPIED in _output(cluster, f"{_SERVER}-{index}") for index in range(2)))
         checkpoints = f"{folder}/checkpoints" if variant == "checkpoints" else ""
         rank = cluster.start_nn_worker(__file__, "train", str(num_batches), str(step_s), checkpoints)
         loader = cluster.start_loader(__file__, "load", str(num_batches), str(size), variant)
+        _await(lambda: _WARM in rank.output or rank.exit_code is not None)
+        before = used = processor_s(cluster)
         # The processor time of a process can be read until it has ended.
-        used = dict(before)
-        while rank.exit_code is None or loader.exit_code is None:
-            used |= {role: max(used.get(role, 0), now) for role, now in processor_s(cluster).items()}
-            time.sleep(0.1)
+        for _ in Attempts(_DEADLINE_S, pause_s=0.1, waiting_for=lambda: f"the end of the job: {rank.output}"):
+            used = used | {role: max(used[role], now) for role, now in processor_s(cluster).items()}
+            if rank.exit_code is not None and loader.exit_code is not None:
+                break
         for process in (rank, loader):
             if process.exit_code:
                 raise RuntimeError(process.output)
-        found = {role: (used[role] - before.get(role, 0)) / num_batches for role in used}
+        found = {role: (used[role] - before[role]) / (num_batches - WARM_UP) for role in used}
         speed = re.search(r"^(\S+) batches/s$", rank.output, re.MULTILINE)
         assert speed is not None, rank.output
         return found | {"batches/s": float(speed[1])}
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    next(attempt for attempt in Attempts(_DEADLINE_S, waiting_for=lambda: "the job's start") if condition())
+
+
+def _output(cluster: LocalCluster, name: str) -> str:
+    return next(process.output for process in cluster.processes if process.name == name)
 
 
 def processor_s(cluster: LocalCluster) -> dict[str, float]:

@@ -34,7 +34,6 @@ class Role(Enum):
 
     NATS = ("nats", "nats", "nats-server", NATS_PORT)
     PARAMETER_SERVER = ("embeddingParameterServer", "embedding-ps", "emb-server", 8888)
-    # A parameter server and its standby replace each other: either of the two pods may have the rows.
     STANDBY = ("standby", "standby", "emb-server", 8888)
     EMBEDDING_WORKER = ("embeddingWorker", "embedding-worker", "embedding-worker", 8887)
     NN_WORKER = ("nnWorker", "nn-worker", "nn-worker", 23456)
@@ -57,6 +56,10 @@ class Role(Enum):
     def is_server(self) -> bool:
         """Servers are StatefulSets, started anew in their place; all others are single pods."""
         return not (self.is_training or self is Role.ROWS)
+
+
+# Of an index of these two, either pod may have the rows.
+PAIR = (Role.PARAMETER_SERVER, Role.STANDBY)
 
 
 def object_name(job: str, role: Role) -> str:

@@ -379,6 +379,44 @@ def test_rows_of_a_server_with_a_standby_are_lost_with_both(
     assert plan.status.roles[Role[role]].restarts == 1
 
 
+WITH_STANDBYS = {"embeddingParameterServer": {"replicas": 1, "standbys": 1, "maxUnavailable": 1}}
+
+
+@pytest.mark.parametrize(("attempt", "starts"), [(0, False), (1, True)])
+def test_a_training_that_is_started_again_does_not_wait_for_a_second_copy(attempt: int, starts: bool) -> None:
+    job = make_job(**WITH_STANDBYS)
+    whole = everything(job, attempt, STANDBY={"is_ready": False, "trouble": "Unschedulable"})
+    observed = replace(whole, pods=tuple(pod for pod in whole.pods if pod.role.is_server))
+    plan = one_pass(job, JobStatus(restarts=attempt), observed)
+    assert bool(plan.create_pods) is starts
+    assert conditions_of(plan)["ServersReady"] == (False, "NotReady")
+
+
+def test_a_standby_that_keeps_failing_ends_no_training() -> None:
+    job = make_job(**WITH_STANDBYS, backoffLimit=1)
+    worn = everything(job, STANDBY={"num_restarts": 2, "is_ready": False})
+    assert one_pass(job, RUNNING, worn).status.phase is Phase.RUNNING
+    assert one_pass(job, JobStatus(), worn).status.phase is Phase.FAILED  # its config is wrong
+    both = everything(
+        job, STANDBY={"num_restarts": 2, "is_ready": False}, PARAMETER_SERVER={"is_ready": False}
+    )
+    assert one_pass(job, RUNNING, both).status.phase is Phase.FAILED
+
+
+def test_pairs_have_one_budget_and_start_before_they_have_all_rows() -> None:
+    job = make_job(**WITH_STANDBYS)
+    plan = one_pass(job, JobStatus(), Observation(objects={}))
+    applied = {(m["kind"], m["metadata"]["name"]): m["spec"] for m in plan.apply}
+    budget = applied["PodDisruptionBudget", "job-embedding-ps"]
+    assert budget["minAvailable"] == 1
+    assert budget["selector"]["matchExpressions"][0]["values"] == ["embedding-ps", "standby"]
+    assert ("PodDisruptionBudget", "job-standby") not in applied
+    for name in ("job-embedding-ps", "job-standby"):
+        (container,) = applied["StatefulSet", name]["template"]["spec"]["containers"]
+        paths = [container[probe]["httpGet"]["path"] for probe in ("startupProbe", "readinessProbe")]
+        assert paths == ["/healthz", "/readyz"]
+
+
 def test_a_job_that_lacks_a_pod_is_degraded_and_one_that_has_ended_is_not() -> None:
     job = make_job()
     plan = one_pass(job, RUNNING, everything(job, DATA_LOADER={"is_ready": False}))

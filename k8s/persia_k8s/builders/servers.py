@@ -21,7 +21,7 @@ from persia_k8s.builders.manifest import (
     pod_template,
 )
 from persia_k8s.job import Job, RoleSpec
-from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_address
+from persia_k8s.names import ATTEMPT_LABEL, PAIR, ROLE_LABEL, Role, object_name, pod_address
 
 _SERVER = (
     "exec persia-launcher embedding-parameter-server --port={port} "
@@ -64,7 +64,7 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     has_metrics = role not in _WITHOUT_METRICS
     container = {
         "ports": [{"name": "rpc", "containerPort": role.port}, *(metrics_ports(job) if has_metrics else [])],
-        "startupProbe": _probe(job, role, "/readyz", failures=_START_S // _PROBE_S),
+        "startupProbe": _probe(job, role, _sign_of_start(job, role), failures=_START_S // _PROBE_S),
         "readinessProbe": _probe(job, role, "/readyz", failures=2),
         "livenessProbe": _probe(job, role, "/healthz", failures=6),
     }
@@ -93,6 +93,12 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         "template": template,
     }
     return make_manifest("StatefulSet", job, role, set_spec, object_name(job.name, role))
+
+
+def _sign_of_start(job: Job, role: Role) -> str:
+    """The path that answers once a server has started."""
+    # A standby is ready when it has all rows, which may be copied for hours; so is a server that became one.
+    return "/healthz" if role in PAIR and Role.STANDBY in job.roles else "/readyz"
 
 
 def _apart(job: Job) -> Manifest:
@@ -180,7 +186,16 @@ def _service(job: Job, role: Role) -> Manifest:
 
 
 def disruption_budget(job: Job, role: Role, scale: Scale) -> Manifest:
-    """The budget of a role. A number of pods to keep: single pods have no controller that knows a share."""
-    kept = max(0, scale.replicas[role] - (0 if role is Role.NATS else job.roles[role].max_unavailable))
-    spec = {"minAvailable": kept, "selector": {"matchLabels": labels(job, role)}}
+    """The budget of a role. A number of pods to keep: single pods have no controller that knows a share.
+
+    That of parameter servers is also that of their standbys: of a pair, one must stay.
+    """
+    replicas = scale.replicas[role]
+    selector: Manifest = {"matchLabels": labels(job, role)}
+    if role is Role.PARAMETER_SERVER and Role.STANDBY in scale.replicas:
+        replicas += scale.replicas[Role.STANDBY]
+        either = {"key": ROLE_LABEL, "operator": "In", "values": [each.suffix for each in PAIR]}
+        selector = {"matchLabels": labels(job, None), "matchExpressions": [either]}
+    kept = max(0, replicas - (0 if role is Role.NATS else job.roles[role].max_unavailable))
+    spec = {"minAvailable": kept, "selector": selector}
     return make_manifest("PodDisruptionBudget", job, role, spec, object_name(job.name, role))

@@ -8,7 +8,7 @@ from persia_k8s.builders.gangs import pod_groups
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
-from persia_k8s.names import Role, pod_name
+from persia_k8s.names import PAIR, Role, pod_name
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import certificates, finish, health, resize
 from persia_k8s.reconcile.plan import Situation
@@ -57,9 +57,10 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
         _apply_if_different(situation, manifest)
     _apply_gangs(situation)
     for role in scale.replicas:
-        _apply_if_different(situation, disruption_budget(situation.job, role, scale))
+        if role is not Role.STANDBY:  # one budget for both of a pair
+            _apply_if_different(situation, disruption_budget(situation.job, role, scale))
     drifted: list[Role] = []
-    readiness = []
+    lacking: dict[Role, str] = {}
     for role in (role for role in scale.replicas if role.is_server):
         is_live, is_fixed = _may_change(situation, role, drifted, has_training=has_training)
         manifest = stateful_set(situation.job, role, scale, situation.images)
@@ -77,13 +78,17 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
             plan.apply.append(manifest)
         elif _stored_hash(situation, manifest) != spec_hash(manifest):
             drifted.append(role)
-        readiness.append(_lacking(role, scale.replicas[role], pods))
+        if text := _lacking(role, scale.replicas[role], pods):
+            lacking[role] = text
     if has_training:
         resize.report(situation)
-    _report_readiness(situation, [text for text in readiness if text])
+    _report_readiness(situation, list(lacking.values()))
     _report_spec(situation, drifted)
     _report_restarts(situation)
-    return not any(readiness)
+    # A training that is started again needs the rows, and not two copies of them.
+    if situation.before.attempt and _has_a_copy_of_all_rows(situation):
+        lacking = {role: text for role, text in lacking.items() if role not in PAIR}
+    return not lacking
 
 
 def _may_change(
@@ -103,7 +108,7 @@ def replace_parameter_servers(situation: Situation) -> str:
     """Ends the old ones and starts as many as the scale says. Returns what is lacking, "" for nothing."""
     _apply_gangs(situation)
     lacking = []
-    for role in (role for role in (Role.PARAMETER_SERVER, Role.STANDBY) if role in situation.scale.replicas):
+    for role in (role for role in PAIR if role in situation.scale.replicas):
         manifest = stateful_set(situation.job, role, situation.scale, situation.images)
         _apply_if_different(situation, manifest)
         current, stale = _split_stale(situation.observed.of_role(role), manifest)
@@ -213,7 +218,10 @@ def _report_restarts(situation: Situation) -> None:
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
     worn = [pod for pod in pods if pod.num_restarts > limit]
-    # A server that fails again and again loses its rows each time, so training on is of no use.
+    # A server that fails again and again loses its rows each time, so training on is of no use. Before the
+    # training, a standby that fails is a mistake in its config.
+    if situation.before.is_training and _has_a_copy_of_all_rows(situation):
+        worn = [pod for pod in worn if pod.role not in PAIR]
     if worn and not situation.job.is_inference:
         text = "; ".join(
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
@@ -225,17 +233,28 @@ def lost_rows(situation: Situation) -> list[str]:
     """Pods that were started anew since the last pass, and whose rows no other pod has."""
     if situation.job.is_inference:
         return []
-    by_name = {pod.name: pod for pod in situation.observed.pods}
-    pair = [role for role in (Role.PARAMETER_SERVER, Role.STANDBY) if role in situation.scale.replicas]
     lost = []
-    for index in range(situation.scale.replicas[Role.PARAMETER_SERVER]):
-        names = [pod_name(situation.job.name, role, index) for role in pair]
-        pods = [by_name[name] for name in names if name in by_name]
+    for pods in _pairs(situation):
         anew = [pod for pod in pods if _new_restarts(situation, pod)]
         # Either of the two may have been the server; one that is not ready may not have had all rows.
         if anew and not any(pod.is_ready and pod not in anew for pod in pods):
             lost += [pod.name for pod in anew]
     return lost
+
+
+def _has_a_copy_of_all_rows(situation: Situation) -> bool:
+    """Whether there are standbys, and of each pair at least one pod is ready."""
+    return Role.STANDBY in situation.scale.replicas and all(
+        any(pod.is_ready and not pod.is_deleting for pod in pods) for pods in _pairs(situation)
+    )
+
+
+def _pairs(situation: Situation) -> list[list[PodView]]:
+    """The pods of each parameter server and its standby, as far as there are any."""
+    by_name = {pod.name: pod for pod in situation.observed.pods}
+    indices = range(situation.scale.replicas[Role.PARAMETER_SERVER])
+    names = ([pod_name(situation.job.name, role, index) for role in PAIR] for index in indices)
+    return [[by_name[name] for name in pair if name in by_name] for pair in names]
 
 
 def num_new_restarts(situation: Situation, role: Role) -> int:
