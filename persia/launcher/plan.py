@@ -185,7 +185,7 @@ def _assumed(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
         samples = given["samples"]
         rows = expected_distinct(size, samples * feature.hotness, alpha) if samples else float(size)
         distinct = expected_distinct(size, given["batch_size"] * feature.hotness, alpha)
-        new = rows * given["batch_size"] / samples if samples else 0.0
+        new = min(distinct, rows * given["batch_size"] / samples) if samples else 0.0
         slots.append(SlotLoad(name=name, hotness=feature.hotness, rows=rows, distinct=distinct, new=new))
     return slots
 
@@ -227,13 +227,11 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
     share, slots = samples / min(num_read * size, batches.num_rows), []
     for name in spec.categorical:
         cardinality = spec.features[name].cardinality
-        if cardinality and not given["samples"]:
-            num_rows = float(cardinality)  # of the whole data, which has them all
-        else:
-            bound = float(cardinality or "inf")
-            num_rows = grown(len(seen[name]), len(half[name]), share, bound=bound)
+        found_rows = grown(len(seen[name]), len(half[name]), share, bound=float(cardinality or "inf"))
+        # The whole data has all IDs. `samples` may be those of a part, which inserts the rows that it has.
+        num_rows = float(cardinality) if cardinality and not given["samples"] else found_rows
         hotness, distinct = spec.features[name].hotness, float(np.mean(per_batch[name]))
-        new = num_rows * size / samples
+        new = min(distinct, found_rows * size / samples)
         slots.append(SlotLoad(name=name, hotness=hotness, rows=num_rows, distinct=distinct, new=new))
     return slots, float(np.median(seconds))
 

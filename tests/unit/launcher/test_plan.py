@@ -110,6 +110,39 @@ def test_hashed_ids_are_counted_in_a_sample(tmp_path: Path) -> None:
     assert plan["num_rows"] == pytest.approx(everything, rel=0.03)
 
 
+def new_rows(folder: Path, spec: Path, *options: str) -> tuple[dict[str, Any], float]:
+    """A plan, and the new rows of a batch: they cost a second each."""
+    costs = {"batch_us": 0, "id_ns": 0, "word_ns": 0, "new_row_ns": 1e9}
+    (folder / "constants.yaml").write_text(json.dumps({"parameter_servers": costs}))
+    words = ("--batch-size", "1024", "--json", "--constants", str(folder / "constants.yaml"), *options)
+    plan = json.loads(run(folder, *words, spec=spec).output)
+    return plan, plan["roles"]["parameter_servers"]["cpu_s"]
+
+
+def test_new_rows_of_a_sample_that_is_a_part_of_the_data(tmp_path: Path) -> None:
+    clicks = SyntheticClicks([100_000], num_batches=16, batch_size=1024, num_numerical=2, alpha=1.1)
+    clicks.write_split_binary(str(tmp_path))
+    clicks.spec(str(tmp_path)).save()
+    text = (tmp_path / "feature_spec.yaml").read_text()
+    assert "cardinality: 100000\n" in text
+    text = text.replace("cardinality: 100000\n", "cardinality: 30000000\n")
+    (tmp_path / "feature_spec.yaml").write_text(text)
+    plan, new = new_rows(tmp_path, tmp_path, "--sample", str(tmp_path))
+    assert plan["num_rows"] == 30_000_000
+    inserted = job_costs.expected_distinct(100_000, 16 * 1024, 1.1)
+    assert new == pytest.approx(inserted / 16, rel=0.05)
+
+
+@pytest.mark.parametrize("has_sample", [False, True])
+def test_a_batch_inserts_no_more_rows_than_it_has(tmp_path: Path, has_sample: bool) -> None:
+    clicks = SyntheticClicks([20_000], num_batches=2, batch_size=1024, num_numerical=2, alpha=1.1)
+    clicks.write_split_binary(str(tmp_path))
+    clicks.spec(str(tmp_path)).save()
+    words = ("--sample", str(tmp_path)) if has_sample else ()
+    plan, new = new_rows(tmp_path, tmp_path, "--samples", "100", *words)
+    assert new == pytest.approx(plan["rows_of_batch"])
+
+
 def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
     pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     random = np.random.default_rng(0)
