@@ -212,6 +212,39 @@ def test_one_batch_in_flight_is_slower() -> None:
         assert plans[0].samples_per_s < 0.9 * plans[1].samples_per_s
 
 
+def hosts_of_one_rank(rank: Role) -> Hosts:
+    """Other roles have more cores than they need."""
+    others = Role(cores=64, count=8)
+    return Hosts(
+        parameter_servers=Role(cores=64, memory_gib=8, count=1),
+        ranks=rank,
+        embedding_workers=others,
+        data_loaders=others,
+        broker=Role(cores=64),
+    )
+
+
+@pytest.mark.parametrize("cores", [16, 32])
+def test_threads_of_torch_shorten_the_time_of_a_batch_in_flight(cores: int) -> None:
+    job = Job(batch_size=2048, dim=16, dense_cpu_s=0.2, slots=[SlotLoad(name="a", rows=1e6, distinct=1000)])
+    plan = job_plan.plan_job(job, hosts_of_one_rank(Role(cores=cores, count=1)), Constants())
+    assert plan.limit == "ranks: thread"
+    loop_s = Constants().loop.batch_us * 1e-6
+    assert plan.samples_per_s == pytest.approx(2048 / (0.2 / cores + loop_s), rel=0.01)
+
+
+def test_a_batch_in_flight_waits_for_the_rank_and_its_device() -> None:
+    job = Job(batch_size=2048, dim=16, in_flight=1, slots=[SlotLoad(name="a", rows=1e6, distinct=1000)])
+    seconds = []
+    for rate in (None, 1e12, 20480.0):
+        rank = Role(cores=8, count=1, samples_per_s=rate)
+        plan = job_plan.plan_job(job, hosts_of_one_rank(rank), Constants())
+        assert plan.limit == "ranks: batches in flight"
+        seconds.append(2048 / plan.samples_per_s)
+    assert seconds[1] == pytest.approx(seconds[0])
+    assert seconds[2] == pytest.approx(seconds[0] + 0.1)
+
+
 def test_one_process(tmp_path: Path) -> None:
     words = (
         "--in-process",
