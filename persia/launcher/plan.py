@@ -210,19 +210,12 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
     per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
     seen: dict[str, Any] = {}
     half: dict[str, Any] = {}  # of every second batch, so that these are spread over the data, too
-    seconds, reading, place = [], batches.read_some(numbers), 0
-    while True:
-        begin = time.process_time()
-        if (rows := next(reading, None)) is None:
-            break
-        made = batches.make(rows, requires_grad=False)
-        seconds.append(time.process_time() - begin)
-        for feature in made.id_type_features:
+    for place, rows in enumerate(batches.read_some(numbers)):
+        for feature in batches.make(rows, requires_grad=False).id_type_features:
             found = np.unique(feature.ids)
             per_batch[feature.name].append(len(found))
             for counts in (seen, half) if place % 2 or num_read == 1 else (seen,):
                 counts[feature.name] = np.union1d(counts.get(feature.name, found[:0]), found)
-        place += 1
     samples = given["samples"] or batches.num_rows
     share, slots = samples / min(num_read * size, batches.num_rows), []
     for name in spec.categorical:
@@ -233,7 +226,25 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
         hotness, distinct = spec.features[name].hotness, float(np.mean(per_batch[name]))
         new = min(distinct, found_rows * size / samples)
         slots.append(SlotLoad(name=name, hotness=hotness, rows=num_rows, distinct=distinct, new=new))
-    return slots, float(np.median(seconds))
+    return slots, _read_s(batches, num_read)
+
+
+def _read_s(batches: Any, num_read: int) -> float:
+    """Processor time to read and make a batch, by the first `num_read` ones, as a data loader reads them.
+
+    What is decoded with them for later batches counts as theirs.
+    """
+    decoded_s = made_s = 0.0
+    reading = batches.read()
+    for _ in range(num_read):
+        begin = time.process_time()
+        rows = next(reading)
+        decoded = time.process_time()
+        batches.make(rows, requires_grad=False)
+        decoded_s, made_s = decoded_s + decoded - begin, made_s + time.process_time() - decoded
+    size, num_made = batches.batch_size, min(num_read * batches.batch_size, batches.num_rows)
+    read_s: float = decoded_s * size / batches.rows_decoded(num_read) + made_s * size / num_made
+    return read_s
 
 
 def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
 from persia.errors import ConfigError
 from persia.launcher import cli, job_costs, job_plan
+from persia.launcher import plan as plan_command
 from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
 from persia.messaging.payloads import IdsRequest, SubmittedBatch
 
@@ -153,6 +155,45 @@ def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
     FeatureSpec.make_parquet(tmp_path, [None], num_numerical=1, mappings=["train"]).save()
     words = ("--batch-size", "256", "--json", "--sample", str(tmp_path), "--sample-batches", "4")
     assert json.loads(run(tmp_path, *words, spec=tmp_path).output)["num_rows"] == 50
+
+
+@pytest.mark.parametrize("group_rows", [100, 1024, 16384])
+def test_time_of_reading_parquet_is_that_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rows: int
+) -> None:
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    from persia.data import ParquetBatches
+
+    kinds = {"label": np.uint8, "num_0": np.float32, "cat_0": np.int64}
+    table = {name: np.zeros(16384, kind) for name, kind in kinds.items()}
+    (tmp_path / "train").mkdir()
+    parquet.write_table(pa.table(table), tmp_path / "train" / "0.parquet", row_group_size=group_rows)
+    FeatureSpec.make_parquet(tmp_path, [9], num_numerical=1, mappings=["train"]).save()
+    clock, row_groups, make = [0.0], ParquetBatches._row_groups, ParquetBatches.make
+
+    class Group:
+        """A second a row, of all rows when the first one is read, as pyarrow decodes row groups."""
+
+        def __init__(self, group: Any) -> None:
+            self._group, self.row_groups, self.path = group, group.row_groups, group.path
+
+        def to_batches(self, **options: Any) -> Any:
+            clock[0] += self.row_groups[0].num_rows
+            return self._group.to_batches(**options)
+
+    def slow_make(self: ParquetBatches, rows: Any, **options: Any) -> Any:
+        clock[0] += 2 * rows.num_rows
+        return make(self, rows, **options)
+
+    monkeypatch.setattr(ParquetBatches, "_row_groups", lambda self: map(Group, row_groups(self)))
+    monkeypatch.setattr(ParquetBatches, "make", slow_make)
+    monkeypatch.setattr(plan_command, "time", SimpleNamespace(process_time=lambda: clock[0]))
+    costs = {"data_loaders": {"batch_us": 0, "id_ns": 0, "word_ns": 0}}
+    (tmp_path / "constants.yaml").write_text(json.dumps(costs))
+    words = ("--batch-size", "256", "--json", "--constants", str(tmp_path / "constants.yaml"))
+    words += ("--sample", str(tmp_path), "--sample-batches", "4")
+    plan = json.loads(run(tmp_path, *words, spec=tmp_path).output)
+    assert plan["roles"]["data_loaders"]["cpu_s"] == pytest.approx(3 * 256)
 
 
 def test_a_sample_says_how_long_a_loader_reads(tmp_path: Path) -> None:
