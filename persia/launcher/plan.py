@@ -9,7 +9,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,7 +52,7 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
     "--embedding-staleness",
     type=click.IntRange(min=1),
     default=8,
-    help="Batches of a rank between lookup and update.",
+    help="Batches of a rank between lookup and update, as in DataLoader, which has no bound without it.",
 )
 @option(
     "--row-dtype",
@@ -249,27 +251,31 @@ def _read_s(batches: Any, num_read: int) -> float:
 
 def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:
     """Parameters of the dense model, and the processor time of a batch on this machine or 0."""
+    count = len(spec.numerical), len(spec.categorical), given["dim"]
+    num_parameters = sum(parameter.numel() for parameter in _model(given, count).parameters())
+    if not times_model:
+        return num_parameters, 0.0
+    # Settings of memory and threads are those of a whole process, and glibc's cannot be restored.
+    with ProcessPoolExecutor(1, get_context("spawn"), _keep_memory) as child:
+        return num_parameters, child.submit(_step_s, dict(given), count).result()
+
+
+def _model(given: Mapping[str, Any], count: tuple[int, int, int]) -> Any:
     from persia.models import DLRM, DCNv2
 
-    dim = given["dim"]
-    bottom, top = [*given["bottom_mlp_sizes"][:-1], dim], given["top_mlp_sizes"]
+    bottom, top = [*given["bottom_mlp_sizes"][:-1], given["dim"]], given["top_mlp_sizes"]
     kind = DLRM if given["model"] == "dlrm" else DCNv2
-    count = len(spec.numerical), len(spec.categorical), dim
-    model = kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return num_parameters, _step_s(given, model, count) if times_model else 0.0
+    return kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
 
 
-def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -> float:
+def _step_s(given: Mapping[str, Any], count: tuple[int, int, int]) -> float:
     """Processor time that torch needs for the dense model and a batch, with one thread."""
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
 
-    size = min(given["batch_size"], _MAX_TIMED)
+    model, size = _model(given, count), min(given["batch_size"], _MAX_TIMED)
     dense, labels = [torch.randn(size, count[0])], torch.rand(size, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    _keep_memory()
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use processor time, too
     seconds: list[float] = []
     kept: deque[Any] = deque(maxlen=2)
@@ -283,7 +289,6 @@ def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -
         optimizer.step()
         seconds.append(time.process_time() - begin)
         kept.append(embeddings)
-    torch.set_num_threads(num_threads)
     of_batch: float = statistics.median(seconds) * given["batch_size"] / size
     return of_batch
 

@@ -286,6 +286,14 @@ def test_a_batch_in_flight_waits_for_the_rank_and_its_device() -> None:
     assert seconds[2] == pytest.approx(seconds[0] + 0.1)
 
 
+def test_the_model_is_timed_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "ctypes", None)  # settings of memory need it, and here it is missing
+    rank = {"count": 1, "cores": 8}
+    words = ("--json", "--batch-size", "64", "--top-mlp-sizes", "8,1", "--bottom-mlp-sizes", "8")
+    plan = json.loads(run(tmp_path, *words, "--dim", "8", hosts=HOSTS | {"ranks": rank}).output)
+    assert plan["roles"]["ranks"]["thread_s"] > Constants().loop.batch_us * 1e-6
+
+
 def test_one_process(tmp_path: Path) -> None:
     words = (
         "--in-process",
