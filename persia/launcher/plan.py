@@ -52,7 +52,8 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
     "--embedding-staleness",
     type=click.IntRange(min=1),
     default=8,
-    help="Batches of a rank between lookup and update, as in DataLoader, which has no bound without it.",
+    help="Batches of a rank between lookup and update. "
+    "A DataLoader has no bound by default: give it this one.",
 )
 @option(
     "--row-dtype",

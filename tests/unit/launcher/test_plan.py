@@ -294,6 +294,11 @@ def test_the_model_is_timed_in_a_process_of_its_own(tmp_path: Path, monkeypatch:
     assert plan["roles"]["ranks"]["thread_s"] > Constants().loop.batch_us * 1e-6
 
 
+def test_help_says_that_a_loader_has_no_bound_by_default() -> None:
+    printed = " ".join(CliRunner().invoke(cli, ["plan", "--help"]).output.split())
+    assert "A DataLoader has no bound by default: give it this one." in printed
+
+
 def test_one_process(tmp_path: Path) -> None:
     words = (
         "--in-process",
