@@ -150,7 +150,7 @@ def _while_loading(address: str, pid: int, folder: Path, seconds: float) -> Figu
         asked = 0
         for _ in range(_MOST_TURNS):  # until a version is whole: its load is the last in line for the core
             times_s += open_loop(address, messages, most / 2, 2 * seconds, TIMEOUT_S).times_s
-            asked += int(most / 2 * 2 * seconds)
+            asked += int(most / 2 * (2 * seconds))
             if switching.loaded > 1 or task.done():
                 break
     finally:
