@@ -5,8 +5,8 @@
     python -m benchmarks.planned --constants constants.yaml --servers 0    # in one process
 
 Clicks in files, which are made up before; all roles on the cores of this machine that the command may use.
-Counts between two moments of the training, without its start. Exits with 1 if memory, bytes or samples/s
-differ by more than a fifth.
+Counts between two moments of the training, without its start. Exits with 1 if rows, memory, bytes or
+samples/s differ by more than a fifth.
 
 Samples/s are those of a job to which no other work takes cores. On a machine with other work, let constants
 and jobs be the first on one core:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia.data.feature_spec import FeatureSpec
-from persia.embedding.checks import at_least
+from persia.embedding.checks import ascending, at_least
 from persia.embedding.data import MAX_BATCH_SIZE, IDTypeFeature, Label, NonIDTypeFeature, PersiaBatch
 from persia.errors import CorruptionError, InvalidArgumentError, InvalidTypeError, NotFoundError
 from persia.optional import needs
@@ -178,11 +178,14 @@ class ParquetBatches:
         return self.read_some(range(first, len(self)))
 
     def read_some(self, numbers: Iterable[int]) -> Iterator[Any]:
-        """The rows of batches with ascending `numbers`. Reads each row group with such rows once."""
+        """The rows of batches with ascending `numbers`. Reads each row group with such rows once.
+
+        Raises InvalidArgumentError for a number that is not above the one before, or beyond the last batch.
+        """
         import pyarrow as pa
 
         columns = [*dict.fromkeys((*self.labels, *self.dense, *self.ids))]
-        begins = ((self._begin + number) * self.batch_size for number in numbers)
+        begins = ((self._begin + number) * self.batch_size for number in ascending(numbers, len(self)))
         begin, parts, taken, end = next(begins, None), [], 0, 0
         for group in self._row_groups():
             if begin is None:
@@ -207,6 +210,16 @@ class ParquetBatches:
                     return
         if parts:
             yield pa.concat_tables(parts)
+
+    def rows_decoded(self, count: int) -> int:
+        """The rows of all row groups with rows of the first `count` batches: a row group is decoded whole."""
+        begin, passed, decoded = self._begin * self.batch_size, 0, 0
+        for group in self._row_groups():
+            passed += (num_rows := group.row_groups[0].num_rows)
+            decoded += num_rows if passed > begin else 0
+            if passed >= begin + count * self.batch_size:
+                break
+        return decoded
 
     def make(self, rows: Any, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
         """The batch of an Arrow table.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from persia.data.feature_spec import FeatureSpec
-from persia.embedding.checks import at_least
+from persia.embedding.checks import ascending, at_least
 from persia.embedding.data import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -99,8 +99,15 @@ class SplitBinaryBatches:
         yield from range(first, len(self))
 
     def read_some(self, numbers: Iterable[int]) -> Iterator[int]:
-        """The numbers of batches, ascending: nothing is read before `make`."""
-        yield from numbers
+        """The numbers of batches, ascending: nothing is read before `make`.
+
+        Raises InvalidArgumentError for a number that is not above the one before, or beyond the last batch.
+        """
+        yield from ascending(numbers, len(self))
+
+    def rows_decoded(self, count: int) -> int:
+        """The rows of the first `count` batches: `make` reads no others."""
+        return min(count * self.batch_size, self.num_rows)
 
     def make(self, rows: int, *, requires_grad: bool, meta: bytes | None = None) -> PersiaBatch:
         """Batch number `rows`. Raises CorruptionError, which names file, field and offset of a value."""

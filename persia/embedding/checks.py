@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable, Iterator
 
 from persia.errors import InvalidArgumentError, InvalidTypeError
 
@@ -26,6 +27,20 @@ def at_least(least: int, name: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InvalidArgumentError(f"{name} is {value!r}: it must be an integer of at least {least}")
     return int(value)
+
+
+def ascending(numbers: Iterable[int], end: int) -> Iterator[int]:
+    """`numbers` of batches, ascending and below `end`. Raises InvalidArgumentError for another one."""
+    last = -1
+    for number in numbers:
+        if not last < number < end:
+            place = f"follows {last}" if last >= 0 else "is the first"
+            raise InvalidArgumentError(
+                f"numbers has {number}, which {place}: pass each number once, in ascending order, from 0 to "
+                f"{end - 1}, as there are {end} batches"
+            )
+        yield number
+        last = number
 
 
 def type_name(value: object) -> str:

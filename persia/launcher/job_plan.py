@@ -81,8 +81,7 @@ def plan_job(job: Job, hosts: Hosts, constants: Constants, target: float | None 
         received, sent = traffic.by_role()[name]
         cpu_s, thread_s = _costs(name, job, traffic, constants, counts[SERVERS])
         if hosts.machine is None and name == RANKS:
-            # Threads of torch share the dense model, where the rank has cores for them.
-            thread_s -= job.dense_cpu_s * (1 - 1 / max(1.0, role.cores or 1))
+            thread_s -= _shared_by_torch_s(job, role)
         rate, limit = _rate(role, job.batch_size, cpu_s, thread_s, max(received, sent))
         if hosts.machine is None and target is not None and given[name] is None and name != BROKER:
             counts[name] = max(counts[name], math.ceil(target / rate))
@@ -172,10 +171,10 @@ def _slowest(job: Job, hosts: Hosts, roles: Mapping[str, RolePlan]) -> tuple[flo
     slowest = min(roles, key=lambda name: roles[name].samples_per_s or math.inf)
     rate, limit = roles[slowest].samples_per_s or 0.0, f"{slowest}: {roles[slowest].limit}"
     ranks = roles[RANKS]
-    # What a batch in flight waits for, one after the other.
-    passed_s = (
-        ranks.cpu_s if hosts.ranks.samples_per_s is None else job.batch_size / hosts.ranks.samples_per_s
-    )
+    # What a batch in flight waits for, one after the other: of the loop, only the time that passes.
+    passed_s = ranks.cpu_s - _shared_by_torch_s(job, hosts.ranks)
+    if hosts.ranks.samples_per_s is not None:
+        passed_s += job.batch_size / hosts.ranks.samples_per_s
     passed_s += roles[WORKERS].cpu_s + roles[SERVERS].cpu_s / roles[SERVERS].count
     for name in (RANKS, WORKERS, SERVERS):
         role: Role = getattr(hosts, name)
@@ -183,6 +182,11 @@ def _slowest(job: Job, hosts: Hosts, roles: Mapping[str, RolePlan]) -> tuple[flo
         passed_s += num_bytes * 8e-9 / (role.network_gbit or math.inf)
     in_flight = ranks.count * job.in_flight * job.batch_size / passed_s
     return (in_flight, f"{RANKS}: batches in flight") if in_flight < rate else (rate, limit)
+
+
+def _shared_by_torch_s(job: Job, rank: Role) -> float:
+    """Processor time of the dense model that threads of torch take off the loop, on the cores of a rank."""
+    return job.dense_cpu_s * (1 - 1 / max(1.0, rank.cores or 1))
 
 
 def _rate(role: Role, batch_size: int, cpu_s: float, thread_s: float, num_bytes: float) -> tuple[float, str]:

@@ -9,7 +9,9 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -50,7 +52,8 @@ def _sizes(_ctx: click.Context, _param: click.Parameter, text: str) -> list[int]
     "--embedding-staleness",
     type=click.IntRange(min=1),
     default=8,
-    help="Batches of a rank between lookup and update.",
+    help="Batches of a rank between lookup and update. "
+    "A DataLoader has no bound by default: give it this one.",
 )
 @option(
     "--row-dtype",
@@ -185,7 +188,7 @@ def _assumed(given: Mapping[str, Any], spec: FeatureSpec) -> list[SlotLoad]:
         samples = given["samples"]
         rows = expected_distinct(size, samples * feature.hotness, alpha) if samples else float(size)
         distinct = expected_distinct(size, given["batch_size"] * feature.hotness, alpha)
-        new = rows * given["batch_size"] / samples if samples else 0.0
+        new = min(distinct, rows * given["batch_size"] / samples) if samples else 0.0
         slots.append(SlotLoad(name=name, hotness=feature.hotness, rows=rows, distinct=distinct, new=new))
     return slots
 
@@ -210,57 +213,70 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
     per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
     seen: dict[str, Any] = {}
     half: dict[str, Any] = {}  # of every second batch, so that these are spread over the data, too
-    seconds, reading, place = [], batches.read_some(numbers), 0
-    while True:
-        begin = time.process_time()
-        if (rows := next(reading, None)) is None:
-            break
-        made = batches.make(rows, requires_grad=False)
-        seconds.append(time.process_time() - begin)
-        for feature in made.id_type_features:
+    for place, rows in enumerate(batches.read_some(numbers)):
+        for feature in batches.make(rows, requires_grad=False).id_type_features:
             found = np.unique(feature.ids)
             per_batch[feature.name].append(len(found))
             for counts in (seen, half) if place % 2 or num_read == 1 else (seen,):
                 counts[feature.name] = np.union1d(counts.get(feature.name, found[:0]), found)
-        place += 1
     samples = given["samples"] or batches.num_rows
     share, slots = samples / min(num_read * size, batches.num_rows), []
     for name in spec.categorical:
         cardinality = spec.features[name].cardinality
-        if cardinality and not given["samples"]:
-            num_rows = float(cardinality)  # of the whole data, which has them all
-        else:
-            bound = float(cardinality or "inf")
-            num_rows = grown(len(seen[name]), len(half[name]), share, bound=bound)
+        found_rows = grown(len(seen[name]), len(half[name]), share, bound=float(cardinality or "inf"))
+        # The whole data has all IDs. `samples` may be those of a part, which inserts the rows that it has.
+        num_rows = float(cardinality) if cardinality and not given["samples"] else found_rows
         hotness, distinct = spec.features[name].hotness, float(np.mean(per_batch[name]))
-        new = num_rows * size / samples
+        new = min(distinct, found_rows * size / samples)
         slots.append(SlotLoad(name=name, hotness=hotness, rows=num_rows, distinct=distinct, new=new))
-    return slots, float(np.median(seconds))
+    return slots, _read_s(batches, num_read)
+
+
+def _read_s(batches: Any, num_read: int) -> float:
+    """Processor time to read and make a batch, by the first `num_read` ones, as a data loader reads them.
+
+    What is decoded with them for later batches counts as theirs.
+    """
+    decoded_s = made_s = 0.0
+    reading = batches.read()
+    for _ in range(num_read):
+        begin = time.process_time()
+        rows = next(reading)
+        decoded = time.process_time()
+        batches.make(rows, requires_grad=False)
+        decoded_s, made_s = decoded_s + decoded - begin, made_s + time.process_time() - decoded
+    size, num_made = batches.batch_size, min(num_read * batches.batch_size, batches.num_rows)
+    read_s: float = decoded_s * size / batches.rows_decoded(num_read) + made_s * size / num_made
+    return read_s
 
 
 def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) -> tuple[int, float]:
     """Parameters of the dense model, and the processor time of a batch on this machine or 0."""
+    count = len(spec.numerical), len(spec.categorical), given["dim"]
+    num_parameters = sum(parameter.numel() for parameter in _model(given, count).parameters())
+    if not times_model:
+        return num_parameters, 0.0
+    # Settings of memory and threads are those of a whole process, and glibc's cannot be restored.
+    with ProcessPoolExecutor(1, get_context("spawn"), _keep_memory) as child:
+        return num_parameters, child.submit(_step_s, dict(given), count).result()
+
+
+def _model(given: Mapping[str, Any], count: tuple[int, int, int]) -> Any:
     from persia.models import DLRM, DCNv2
 
-    dim = given["dim"]
-    bottom, top = [*given["bottom_mlp_sizes"][:-1], dim], given["top_mlp_sizes"]
+    bottom, top = [*given["bottom_mlp_sizes"][:-1], given["dim"]], given["top_mlp_sizes"]
     kind = DLRM if given["model"] == "dlrm" else DCNv2
-    count = len(spec.numerical), len(spec.categorical), dim
-    model = kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    return num_parameters, _step_s(given, model, count) if times_model else 0.0
+    return kind(*count, bottom_mlp_sizes=bottom, top_mlp_sizes=top)
 
 
-def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -> float:
+def _step_s(given: Mapping[str, Any], count: tuple[int, int, int]) -> float:
     """Processor time that torch needs for the dense model and a batch, with one thread."""
     import torch
     from torch.nn.functional import binary_cross_entropy_with_logits
 
-    size = min(given["batch_size"], _MAX_TIMED)
+    model, size = _model(given, count), min(given["batch_size"], _MAX_TIMED)
     dense, labels = [torch.randn(size, count[0])], torch.rand(size, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    _keep_memory()
-    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other use processor time, too
     seconds: list[float] = []
     kept: deque[Any] = deque(maxlen=2)
@@ -274,7 +290,6 @@ def _step_s(given: Mapping[str, Any], model: Any, count: tuple[int, int, int]) -
         optimizer.step()
         seconds.append(time.process_time() - begin)
         kept.append(embeddings)
-    torch.set_num_threads(num_threads)
     of_batch: float = statistics.median(seconds) * given["batch_size"] / size
     return of_batch
 

@@ -1,4 +1,4 @@
-"""The peers of serving answer what the model computes, and a floor is met on the right side of it."""
+"""The peers of serving answer what the model computes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from benchmarks.freshness import found, running
 from benchmarks.grpc_load import INFER, closed_loop
 from benchmarks.plain_model import PlainModel, encode
-from benchmarks.serving_floors import Figure
 
 
 class Model(torch.nn.Module):
@@ -55,12 +54,3 @@ def test_a_bare_server_answers_any_client(model: Path, tmp_path: Path) -> None:
         assert np.frombuffer(answer, np.float32).tolist() == ANSWER
         outcome = closed_loop(address, [BODY], 2, 0.5, 60.0, "/any/Method")
     assert not outcome.failed_s
-
-
-@pytest.mark.parametrize(
-    ("value", "is_least", "is_met"), [(3, True, True), (2, True, False), (3, False, True), (4, False, False)]
-)
-def test_a_floor_is_a_bound_of_either_side(value: float, is_least: bool, is_met: bool) -> None:
-    figure = Figure("p99", value, " ms", 3.0, is_least)
-    assert figure.is_met == is_met
-    assert ("met" if is_met else "missed") in str(figure)

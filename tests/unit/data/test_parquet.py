@@ -107,6 +107,30 @@ def test_chosen_batches_are_read_in_one_pass(
     assert len(set(decoded)) == len(decoded) < len(listed), "groups without such rows are skipped"
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([5, 1], "numbers has 1, which follows 5: pass each number once, in ascending order, from 0 to 10"),
+        ([3, 3], "numbers has 3, which follows 3"),
+        ([3, 99], "numbers has 99, which follows 3: .* as there are 11 batches"),
+        ([-1], "numbers has -1, which is the first"),
+    ],
+)
+def test_chosen_batches_are_ascending(folder: Path, numbers: list[int], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        list(open_all(folder).read_some(numbers))
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 17), (2, 34), (4, 40), (5, 58), (11, 103)])
+def test_rows_that_are_decoded_for_the_first_batches(folder: Path, count: int, rows: int) -> None:
+    assert open_all(folder).rows_decoded(count) == rows
+
+
+def test_rows_that_are_decoded_for_a_part(folder: Path) -> None:
+    _, valid = open_all(folder).split(0.2)
+    assert valid.rows_decoded(1) == 17 + 11  # the row groups from 75 to 92 and to 103
+
+
 @pytest.mark.parametrize("size", [1, 7, 17, 1000])
 def test_any_batch_size(folder: Path, size: int) -> None:
     batches = open_all(folder, batch_size=size)

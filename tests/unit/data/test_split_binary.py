@@ -379,3 +379,12 @@ def test_a_spec_of_synthetic_data_has_no_files(folder: Path) -> None:
 def test_every_row_once_over_an_epoch_of_shuffled_rows(folder: Path) -> None:
     batches = SplitBinaryBatches(folder, batch_size=4, shuffle_seed=1, block_size=2)
     assert Counter(row for rows in row_numbers(batches) for row in rows) == Counter(range(ROWS))
+
+
+def test_chosen_batches_are_ascending(folder: Path) -> None:
+    batches = SplitBinaryBatches(folder, batch_size=8)
+    assert list(batches.read_some([0, 2])) == [0, 2]
+    assert [batches.rows_decoded(count) for count in (1, 3)] == [8, ROWS]
+    for numbers, message in (([2, 1], "1, which follows 2"), ([3], "3, which is the first: .* 3 batches")):
+        with pytest.raises(InvalidArgumentError, match=f"numbers has {message}"):
+            list(batches.read_some(numbers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
 from persia.errors import ConfigError
 from persia.launcher import cli, job_costs, job_plan
+from persia.launcher import plan as plan_command
 from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
 from persia.messaging.payloads import IdsRequest, SubmittedBatch
 
@@ -110,6 +112,39 @@ def test_hashed_ids_are_counted_in_a_sample(tmp_path: Path) -> None:
     assert plan["num_rows"] == pytest.approx(everything, rel=0.03)
 
 
+def new_rows(folder: Path, spec: Path, *options: str) -> tuple[dict[str, Any], float]:
+    """A plan, and the new rows of a batch: they cost a second each."""
+    costs = {"batch_us": 0, "id_ns": 0, "word_ns": 0, "new_row_ns": 1e9}
+    (folder / "constants.yaml").write_text(json.dumps({"parameter_servers": costs}))
+    words = ("--batch-size", "1024", "--json", "--constants", str(folder / "constants.yaml"), *options)
+    plan = json.loads(run(folder, *words, spec=spec).output)
+    return plan, plan["roles"]["parameter_servers"]["cpu_s"]
+
+
+def test_new_rows_of_a_sample_that_is_a_part_of_the_data(tmp_path: Path) -> None:
+    clicks = SyntheticClicks([100_000], num_batches=16, batch_size=1024, num_numerical=2, alpha=1.1)
+    clicks.write_split_binary(str(tmp_path))
+    clicks.spec(str(tmp_path)).save()
+    text = (tmp_path / "feature_spec.yaml").read_text()
+    assert "cardinality: 100000\n" in text
+    text = text.replace("cardinality: 100000\n", "cardinality: 30000000\n")
+    (tmp_path / "feature_spec.yaml").write_text(text)
+    plan, new = new_rows(tmp_path, tmp_path, "--sample", str(tmp_path))
+    assert plan["num_rows"] == 30_000_000
+    inserted = job_costs.expected_distinct(100_000, 16 * 1024, 1.1)
+    assert new == pytest.approx(inserted / 16, rel=0.05)
+
+
+@pytest.mark.parametrize("has_sample", [False, True])
+def test_a_batch_inserts_no_more_rows_than_it_has(tmp_path: Path, has_sample: bool) -> None:
+    clicks = SyntheticClicks([20_000], num_batches=2, batch_size=1024, num_numerical=2, alpha=1.1)
+    clicks.write_split_binary(str(tmp_path))
+    clicks.spec(str(tmp_path)).save()
+    words = ("--sample", str(tmp_path)) if has_sample else ()
+    plan, new = new_rows(tmp_path, tmp_path, "--samples", "100", *words)
+    assert new == pytest.approx(plan["rows_of_batch"])
+
+
 def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
     pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
     random = np.random.default_rng(0)
@@ -120,6 +155,45 @@ def test_a_sample_may_be_parquet(tmp_path: Path) -> None:
     FeatureSpec.make_parquet(tmp_path, [None], num_numerical=1, mappings=["train"]).save()
     words = ("--batch-size", "256", "--json", "--sample", str(tmp_path), "--sample-batches", "4")
     assert json.loads(run(tmp_path, *words, spec=tmp_path).output)["num_rows"] == 50
+
+
+@pytest.mark.parametrize("group_rows", [100, 1024, 16384])
+def test_time_of_reading_parquet_is_that_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group_rows: int
+) -> None:
+    pa, parquet = (pytest.importorskip(name) for name in ("pyarrow", "pyarrow.parquet"))
+    from persia.data import ParquetBatches
+
+    kinds = {"label": np.uint8, "num_0": np.float32, "cat_0": np.int64}
+    table = {name: np.zeros(16384, kind) for name, kind in kinds.items()}
+    (tmp_path / "train").mkdir()
+    parquet.write_table(pa.table(table), tmp_path / "train" / "0.parquet", row_group_size=group_rows)
+    FeatureSpec.make_parquet(tmp_path, [9], num_numerical=1, mappings=["train"]).save()
+    clock, row_groups, make = [0.0], ParquetBatches._row_groups, ParquetBatches.make
+
+    class Group:
+        """A second a row, of all rows when the first one is read, as pyarrow decodes row groups."""
+
+        def __init__(self, group: Any) -> None:
+            self._group, self.row_groups, self.path = group, group.row_groups, group.path
+
+        def to_batches(self, **options: Any) -> Any:
+            clock[0] += self.row_groups[0].num_rows
+            return self._group.to_batches(**options)
+
+    def slow_make(self: ParquetBatches, rows: Any, **options: Any) -> Any:
+        clock[0] += 2 * rows.num_rows
+        return make(self, rows, **options)
+
+    monkeypatch.setattr(ParquetBatches, "_row_groups", lambda self: map(Group, row_groups(self)))
+    monkeypatch.setattr(ParquetBatches, "make", slow_make)
+    monkeypatch.setattr(plan_command, "time", SimpleNamespace(process_time=lambda: clock[0]))
+    costs = {"data_loaders": {"batch_us": 0, "id_ns": 0, "word_ns": 0}}
+    (tmp_path / "constants.yaml").write_text(json.dumps(costs))
+    words = ("--batch-size", "256", "--json", "--constants", str(tmp_path / "constants.yaml"))
+    words += ("--sample", str(tmp_path), "--sample-batches", "4")
+    plan = json.loads(run(tmp_path, *words, spec=tmp_path).output)
+    assert plan["roles"]["data_loaders"]["cpu_s"] == pytest.approx(3 * 256)
 
 
 def test_a_sample_says_how_long_a_loader_reads(tmp_path: Path) -> None:
@@ -177,6 +251,52 @@ def test_one_batch_in_flight_is_slower() -> None:
         plans = [job_plan.plan_job(job, one, Constants()) for job in jobs]
         assert plans[0].limit == "ranks: batches in flight"
         assert plans[0].samples_per_s < 0.9 * plans[1].samples_per_s
+
+
+def hosts_of_one_rank(rank: Role) -> Hosts:
+    """Other roles have more cores than they need."""
+    others = Role(cores=64, count=8)
+    return Hosts(
+        parameter_servers=Role(cores=64, memory_gib=8, count=1),
+        ranks=rank,
+        embedding_workers=others,
+        data_loaders=others,
+        broker=Role(cores=64),
+    )
+
+
+@pytest.mark.parametrize("cores", [16, 32])
+def test_threads_of_torch_shorten_the_time_of_a_batch_in_flight(cores: int) -> None:
+    job = Job(batch_size=2048, dim=16, dense_cpu_s=0.2, slots=[SlotLoad(name="a", rows=1e6, distinct=1000)])
+    plan = job_plan.plan_job(job, hosts_of_one_rank(Role(cores=cores, count=1)), Constants())
+    assert plan.limit == "ranks: thread"
+    loop_s = Constants().loop.batch_us * 1e-6
+    assert plan.samples_per_s == pytest.approx(2048 / (0.2 / cores + loop_s), rel=0.01)
+
+
+def test_a_batch_in_flight_waits_for_the_rank_and_its_device() -> None:
+    job = Job(batch_size=2048, dim=16, in_flight=1, slots=[SlotLoad(name="a", rows=1e6, distinct=1000)])
+    seconds = []
+    for rate in (None, 1e12, 20480.0):
+        rank = Role(cores=8, count=1, samples_per_s=rate)
+        plan = job_plan.plan_job(job, hosts_of_one_rank(rank), Constants())
+        assert plan.limit == "ranks: batches in flight"
+        seconds.append(2048 / plan.samples_per_s)
+    assert seconds[1] == pytest.approx(seconds[0])
+    assert seconds[2] == pytest.approx(seconds[0] + 0.1)
+
+
+def test_the_model_is_timed_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_command, "ctypes", None)  # settings of memory need it, and here it is missing
+    rank = {"count": 1, "cores": 8}
+    words = ("--json", "--batch-size", "64", "--top-mlp-sizes", "8,1", "--bottom-mlp-sizes", "8")
+    plan = json.loads(run(tmp_path, *words, "--dim", "8", hosts=HOSTS | {"ranks": rank}).output)
+    assert plan["roles"]["ranks"]["thread_s"] > Constants().loop.batch_us * 1e-6
+
+
+def test_help_says_that_a_loader_has_no_bound_by_default() -> None:
+    printed = " ".join(CliRunner().invoke(cli, ["plan", "--help"]).output.split())
+    assert "A DataLoader has no bound by default: give it this one." in printed
 
 
 def test_one_process(tmp_path: Path) -> None:
