@@ -5,6 +5,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -200,6 +201,34 @@ TEST(ArraySlotsTest, ASnapshotHasTheRowsOfItsBeginning) {
     EXPECT_EQ(Read(*b), expected);
     EXPECT_EQ(Read(*a), expected);
   }
+}
+
+// All rows go at once: a snapshot takes the arrays over with the index. So it needs no room for
+// their copies, no row is among the changes, and the store has its memory back.
+TEST(ArraySlotsTest, AClearDuringASnapshotCopiesNoRows) {
+  constexpr uint64_t kNumRows = 60'000;  // 5 MB in a snapshot
+  std::vector<SlotConfig> slots = {
+      {.name = "a", .dim = 16, .group = 0, .num_array_ids = kNumRows}};
+  const auto bags = Make(Options(slots), Sgd());
+  std::vector<uint64_t> ids(kNumRows);
+  std::iota(ids.begin(), ids.end(), 0);
+  Train(*bags, {{ids}});
+  const auto expected = Read(*Begin(*bags));
+  ASSERT_EQ(expected.size(), kNumRows);
+  const uint64_t full_bytes = bags->stats().memory_bytes;
+  ASSERT_TRUE(bags->embedding_store().TrackChanges(1'000'000).ok());
+  auto snapshot = Must(
+      store::StoreSnapshot::Begin(bags->embedding_store(), {.max_waiting_bytes = 256u << 10}));
+  bags->Clear();
+  EXPECT_EQ(bags->embedding_store().change_status().num_rows, 0u);
+  EXPECT_EQ(bags->stats().num_rows, 0u);
+  EXPECT_EQ(Infer(*bags, {{{7}}}), std::vector<float>(16, 0.0f));
+  Train(*bags, {{{7}}});
+  EXPECT_EQ(Read(*snapshot), expected);
+  snapshot.reset();
+  ASSERT_TRUE(bags->embedding_store().TrackChanges(0).ok());
+  bags->Clear();
+  EXPECT_LT(bags->stats().memory_bytes, full_bytes / 4);
 }
 
 // Rows that are set, loaded or looked up through the store are the same rows.

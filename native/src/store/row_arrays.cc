@@ -42,11 +42,10 @@ void RowArray::End(uint64_t id) {
   std::memset(values(id), 0, stride_ * sizeof(float));
 }
 
-Status RowArrays::Build(std::span<const RowArraySpec> specs, const RowPolicies& policies,
-                        uint32_t tail_floats) {
-  arrays_.clear();
-  by_slab_.clear();
-  num_cells_ = 0;
+StatusOr<std::shared_ptr<RowArrays>> RowArrays::Make(std::span<const RowArraySpec> specs,
+                                                     const RowPolicies& policies,
+                                                     uint32_t tail_floats) {
+  auto arrays = std::make_shared<RowArrays>();
   uint64_t num_slabs = 0;
   std::vector<RowArraySpec> sorted(specs.begin(), specs.end());
   std::ranges::sort(sorted, {}, &RowArraySpec::first_sign);
@@ -60,18 +59,18 @@ Status RowArrays::Build(std::span<const RowArraySpec> specs, const RowPolicies& 
       return InvalidArgument("slots with index: array have more than ", RowArray::kMaxIds,
                              " IDs together; lower a cardinality, or leave index out of a slot");
     }
-    RowArray& array = arrays_.emplace_back(spec, shape, first_cell);
+    RowArray& array = arrays->arrays_.emplace_back(spec, shape, first_cell);
     const bool has_scalars = !shape.has_scalar || array.scalar(0) != nullptr;
     if (!array.has_memory() || !has_scalars) {
-      arrays_.clear();
-      by_slab_.clear();
       return ResourceExhausted("no memory for an array of ", spec.num_ids, " rows of dim ",
                                spec.dim, "; lower its cardinality, or leave index: array out");
     }
-    for (uint32_t i = 0; i < array.num_slabs(); ++i) by_slab_.push_back({&array, first_cell});
+    for (uint32_t i = 0; i < array.num_slabs(); ++i) {
+      arrays->by_slab_.push_back({&array, first_cell});
+    }
   }
-  num_cells_ = static_cast<uint32_t>(num_slabs * RowArray::kSlabCells);
-  return Status::Ok();
+  arrays->num_cells_ = static_cast<uint32_t>(num_slabs * RowArray::kSlabCells);
+  return arrays;
 }
 
 RowArray* RowArrays::OfSign(uint64_t sign) {

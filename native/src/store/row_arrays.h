@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -94,12 +95,12 @@ class RowArray {
 
 class RowArrays {
  public:
-  // Replaces all arrays by empty ones. kInvalidArgument: more IDs than there are cell numbers.
+  // Arrays without rows. kInvalidArgument: more IDs than there are cell numbers.
   // kResourceExhausted: no addresses for them.
-  Status Build(std::span<const RowArraySpec> specs, const RowPolicies& policies,
-               uint32_t tail_floats);
+  static StatusOr<std::shared_ptr<RowArrays>> Make(std::span<const RowArraySpec> specs,
+                                                   const RowPolicies& policies,
+                                                   uint32_t tail_floats);
 
-  bool is_empty() const { return arrays_.empty(); }
   const std::deque<RowArray>& all() const { return arrays_; }
   // Null: the sign's group has no array, or the ID is not below the bound.
   RowArray* OfSign(uint64_t sign);

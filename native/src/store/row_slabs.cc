@@ -89,18 +89,12 @@ uint64_t RowSlabs::row_slab_bytes() const {
   return num_bytes;
 }
 
-void RowSlabs::Clear() {
-  RowArrays* const arrays = arrays_;
-  *this = RowSlabs(memory_, cells_);
-  SetArrays(arrays);
-}
-
-// Slabs without memory of their own: what finds a row by its cell need not know of arrays.
-void RowSlabs::SetArrays(RowArrays* arrays) {
+// Arrays are slabs without memory of their own: what finds a row by its cell need not know of them.
+void RowSlabs::Clear(std::shared_ptr<RowArrays> arrays) {
   static_assert(RowArray::kSlabCells == kPlaceMask + 1);
-  arrays_ = arrays;
-  num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  *this = RowSlabs(memory_, cells_);
   if (arrays == nullptr) return;
+  num_array_cells_ = arrays->num_cells();
   for (const RowArray& array : arrays->all()) {
     RowShape shape = array.shape();
     shape.label = pools_.size() + 1;  // rows outside the array do not share its pool
@@ -116,6 +110,7 @@ void RowSlabs::SetArrays(RowArrays* arrays) {
     pools_.push_back({.shape = shape});
   }
   holdings_.resize(slabs_.size());
+  arrays_ = std::move(arrays);
 }
 
 uint32_t RowSlabs::AllocateInArray(uint64_t sign, uint32_t dim) const {

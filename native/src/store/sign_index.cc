@@ -49,10 +49,10 @@ void SignIndex::Erase(Entry* entry) {
   --size_;
 }
 
-void SignIndex::Clear() {
-  RowArrays* const arrays = arrays_;
+void SignIndex::Clear(std::shared_ptr<RowArrays> arrays) {
   *this = SignIndex(growth_phase_);
-  SetArrays(arrays);
+  num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  arrays_ = std::move(arrays);
 }
 
 bool SignIndex::Grow() {
