@@ -66,7 +66,7 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
 // The list of free cells is linked through their own memory, so it costs none. The cell freed last
 // is used first: it is likely to be in the processor's cache.
 void RowSlabs::Free(uint32_t cell) {
-  if (cell < num_array_cells_) return arrays_->OfCell(cell).End(arrays_->IdOfCell(cell));
+  if (cell < num_array_cells_) return arrays_->OfCell(cell).RemoveRow(arrays_->IdOfCell(cell));
   Pool& pool = pools_[slabs_[cell >> kPlaceBits].pool];
   if (pool.num_leaving > 0 && IsLeaving(cell)) {
     // Not into the list of free cells: Allocate() must not hand it out again.

@@ -118,7 +118,7 @@ class RowTable {
   void MakePast() {
     if (now_ >= kStampRebase) return;
     const uint32_t rise = kStampRebase - now_;
-    index_.ForEach([rise](Entry& entry) { entry.stamp += rise; });
+    index_.ChangeStamps([rise](uint32_t stamp) { return stamp + rise; });
     victims_.Clear();
     now_ += rise;
   }
@@ -170,7 +170,7 @@ class RowTable {
       return kNoCell;
     }
     if (index_.IsInArray(entry)) {
-      arrays_->OfCell(entry.cell).Begin(arrays_->IdOfCell(entry.cell), entry.stamp);
+      arrays_->OfCell(entry.cell).InsertRow(arrays_->IdOfCell(entry.cell), entry.stamp);
     }
     features_->Inserted(entry.key, entry.cell, slabs_);
     return entry.cell;
@@ -188,8 +188,8 @@ class RowTable {
     return Status::Ok();
   }
   // Removes all rows and gives their memory back. Cannot fail: features have had their say. Later
-  // rows whose signs belong into one of `arrays` are put there (row_arrays.h); null: there are none.
-  // The arrays have no rows, unless this table has none and leaves them unchanged.
+  // rows are put into `arrays` where their signs belong there (row_arrays.h); null: there are none.
+  // A table whose rows were in arrays needs new ones: rows stay in the old ones.
   void Clear(const std::shared_ptr<RowArrays>& arrays = nullptr) {
     features_->BeforeClear(&index_, &slabs_);
     index_.Clear(arrays);
@@ -202,7 +202,7 @@ class RowTable {
  private:
   const uint64_t capacity_;
   Features* const features_;
-  RowArrays* arrays_ = nullptr;  // index_ and slabs_ keep them alive; null: none
+  RowArrays* arrays_ = nullptr;  // kept alive by index_; null: none
   SignIndex index_;
   RowSlabs slabs_;
   VictimQueue victims_;

@@ -313,7 +313,8 @@ void Shard::Clear(const std::shared_ptr<RowArrays>& arrays) {
 }
 
 void Shard::SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
-                        const std::shared_ptr<RowArrays>& arrays, uint32_t number, uint32_t num_shards) {
+                        const std::shared_ptr<RowArrays>& arrays, uint32_t number,
+                        uint32_t num_shards) {
   const std::lock_guard lock(mutex_);
   // Without rows, drop what slabs remember of the former policies' shapes.
   if (table_.index().size() == 0) table_.Clear(arrays);

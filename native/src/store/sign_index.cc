@@ -55,6 +55,17 @@ void SignIndex::Clear(std::shared_ptr<RowArrays> arrays) {
   arrays_ = std::move(arrays);
 }
 
+// In the order of keys, IdStates are spread over the arrays: they are asked for ahead.
+void SignIndex::RefreshAll() const {
+  if (num_array_cells_ == 0) return;
+  constexpr uint64_t kAhead = 32;
+  for (uint64_t i = 0; i < length_; ++i) {
+    const Entry& later = entries_[std::min(i + kAhead, length_ - 1)];
+    if (IsInArray(later)) __builtin_prefetch(&arrays_->IdStateOf(later.cell));
+    Refresh(entries_ + i);
+  }
+}
+
 bool SignIndex::Grow() {
   const uint64_t tail = std::max(kTail, length_ - home_count_);
   return Rebuild(NextHomeCount(), tail);

@@ -59,11 +59,13 @@ class SignIndex {
   // Whether the stamp in the entry is a copy; see Clear().
   bool IsInArray(const Entry& entry) const { return entry.cell < num_array_cells_; }
   void Refresh(Entry* entry) const {
-    if (IsInArray(*entry)) entry->stamp = arrays_->PlaceOf(entry->cell).stamp;
+    if (!IsInArray(*entry)) return;
+    const uint32_t stamp = arrays_->IdStateOf(entry->cell).stamp;
+    if (stamp != entry->stamp) entry->stamp = stamp;
   }
   void SetStamp(Entry* entry, uint32_t stamp) const {
     entry->stamp = stamp;
-    if (IsInArray(*entry)) arrays_->PlaceOf(entry->cell).stamp = stamp;
+    if (IsInArray(*entry)) arrays_->IdStateOf(entry->cell).stamp = stamp;
   }
 
   // Null: there is none. Valid until the next insertion or removal.
@@ -97,14 +99,26 @@ class SignIndex {
   // renew. Null: there are no such entries.
   void Clear(std::shared_ptr<RowArrays> arrays = nullptr);
 
-  // Calls visit(entry) for each, in ascending order of keys; visit may change the stamp.
+  // Calls visit(entry) for each, in ascending order of keys.
   template <typename Visit>
   void ForEach(Visit visit) const {
+    RefreshAll();
+    ForEachAsIs(visit);
+  }
+  // ForEach() in two steps, so that several walks renew the stamps once.
+  void RefreshAll() const;
+  template <typename Visit>
+  void ForEachAsIs(Visit visit) const {
+    for (const Entry* entry = entries_; entry != entries_ + length_; ++entry) {
+      if (entry->cell != kNoCell) visit(*entry);
+    }
+  }
+  // Each stamp becomes change(stamp).
+  template <typename Change>
+  void ChangeStamps(Change change) const {
+    RefreshAll();
     for (Entry* entry = entries_; entry != entries_ + length_; ++entry) {
-      if (entry->cell == kNoCell) continue;
-      Refresh(entry);
-      visit(*entry);
-      if (IsInArray(*entry)) SetStamp(entry, entry->stamp);
+      if (entry->cell != kNoCell) SetStamp(entry, change(entry->stamp));
     }
   }
 
