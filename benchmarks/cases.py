@@ -172,7 +172,7 @@ def _other_work() -> Iterable[Comparison]:
 
 
 def _by_id() -> Iterable[Comparison]:
-    """Slots with `index: array`: both sides have the same rows at the same places."""
+    """Slots with `index: array`; fbgemm has the same rows at the same places."""
     multi_hot = (("array", Workload()), ("array-multi-hot", _MULTI_HOT))
     for name, workload in multi_hot:
         for dim in (16, 64):
@@ -185,6 +185,12 @@ def _by_id() -> Iterable[Comparison]:
                 f"{name}/lookup", "fbgemm", "lookup", "adagrad", dim, 0.95,
                 workload=workload, system="persia-arrays",
             )  # fmt: skip
+    works: tuple[Work, ...] = ("train", "lookup")
+    for work in works:
+        yield _versus(
+            f"array-multi-hot-to-hash/{work}", "persia", work, "rowwise_adagrad", 16,
+            workload=_MULTI_HOT, system="persia-arrays",
+        )  # fmt: skip
 
 
 def _small() -> Iterable[Comparison]:

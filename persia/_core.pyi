@@ -202,7 +202,7 @@ class SlotConfig:
         mode: int = 0,  # the number of its consistency mode; below 32
         index_prefix: int = 0,
         group: int = 0,
-        num_array_ids: int = 0,  # above 0: all IDs are below it, and embedded engines keep the rows by ID
+        num_array_ids: int = 0,  # above 0: EmbeddingBags keeps the rows by ID, and all IDs are below it
         rows: dict[str, object] | None = None,  # optimizer, admission, ... of its own
     ) -> None: ...
     name: str

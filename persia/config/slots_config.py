@@ -93,7 +93,8 @@ class SlotConfig(Section):
     # "dense": the rows are parameters of the dense model; None: by `dense_placement_threshold`.
     placement: Literal["dense", "servers"] | None = None
     cardinality: Positive | None = None  # IDs of a slot in the dense model, or with an array, are below it
-    # "array": an embedded store keeps the rows in the order of their IDs and needs no hash index.
+    # "array": an EmbeddingBagCollection with a store of its own keeps the rows in the order of their IDs.
+    # Other jobs use the hash index, and do not check the bound.
     index: Literal["hash", "array"] | None = None
     index_prefix: Annotated[int, BeforeValidator(_check_prefix)] = 0
     optimizer: _OwnSettings = None

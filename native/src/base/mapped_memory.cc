@@ -23,14 +23,15 @@ struct Pages {
   size_t size;
 };
 
-std::byte* Map(size_t size) {
-  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+std::byte* MapPages(size_t size, int flags) {
+  flags |= MAP_PRIVATE | MAP_ANONYMOUS;
+  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
   return data == MAP_FAILED ? nullptr : static_cast<std::byte*>(data);
 }
 
 // mmap aligns to small pages only: map more than is needed and give back both ends.
-std::byte* MapAligned(size_t size, size_t alignment) {
-  std::byte* data = Map(size + alignment);
+std::byte* MapAligned(size_t size, size_t alignment, int flags) {
+  std::byte* data = MapPages(size + alignment, flags);
   if (data == nullptr) return nullptr;
   const size_t past = reinterpret_cast<uintptr_t>(data) % alignment;
   const size_t head = past == 0 ? 0 : alignment - past;
@@ -41,10 +42,14 @@ std::byte* MapAligned(size_t size, size_t alignment) {
 
 }  // namespace
 
-MappedMemory MappedMemory::Allocate(size_t size) {
+MappedMemory MappedMemory::Allocate(size_t size) { return Map(size, 0); }
+
+MappedMemory MappedMemory::AllocateSparse(size_t size) { return Map(size, MAP_NORESERVE); }
+
+MappedMemory MappedMemory::Map(size_t size, int flags) {
   size = (size + kPageBytes - 1) / kPageBytes * kPageBytes;
   const bool huge = size >= kHugePageBytes;
-  std::byte* data = huge ? MapAligned(size, kHugePageBytes) : Map(size);
+  std::byte* data = huge ? MapAligned(size, kHugePageBytes, flags) : MapPages(size, flags);
   if (data == nullptr) return {};
   // Advice only: where the system refuses, small pages do.
   if (huge) madvise(data, size, MADV_HUGEPAGE);

@@ -30,12 +30,15 @@ class MappedMemory {
 
   // `size` bytes, rounded up to whole pages; data() is null when there is no memory.
   static MappedMemory Allocate(size_t size);
+  // The same, and the size may exceed what the system has: only pages that are written take memory.
+  static MappedMemory AllocateSparse(size_t size);
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }
 
  private:
   MappedMemory(std::byte* data, size_t size) : data_(data), size_(size) {}
+  static MappedMemory Map(size_t size, int flags);
 
   std::byte* data_ = nullptr;
   size_t size_ = 0;

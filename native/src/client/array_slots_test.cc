@@ -1,12 +1,18 @@
 // Slots whose rows are kept by ID (store/row_arrays.h): the same jobs with and without arrays have
 // the same bits, rows, stamps and snapshots.
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -45,14 +51,17 @@ uint64_t RandomId(std::mt19937& rng) {
   }
 }
 
-std::vector<SlotIds> RandomIds(std::mt19937& rng, size_t num_slots) {
-  std::vector<SlotIds> slots(num_slots, SlotIds(1 + rng() % 12));
+// A large batch also has some of all IDs.
+std::vector<SlotIds> RandomIds(std::mt19937& rng, size_t num_slots, size_t min_samples = 1) {
+  std::vector<SlotIds> slots(num_slots, SlotIds(min_samples + rng() % 12));
   for (size_t slot = 0; slot < num_slots; ++slot) {
     slots[slot].resize(slots[0].size());
     const bool is_single = slot == 2 || rng() % 3 == 0;
     for (auto& ids : slots[slot]) {
       ids.resize(is_single ? 1 : rng() % 5);
-      for (uint64_t& id : ids) id = RandomId(rng);
+      for (uint64_t& id : ids) {
+        id = min_samples > 1 && rng() % 4 == 0 ? rng() % kNumIds : RandomId(rng);
+      }
     }
   }
   return slots;
@@ -94,8 +103,8 @@ struct Pair {
     array = Make(options, config);
   }
 
-  void Train(std::mt19937& rng) {
-    const auto ids = RandomIds(rng, 6);
+  void Train(std::mt19937& rng, size_t min_samples = 1) {
+    const auto ids = RandomIds(rng, 6, min_samples);
     const PooledBags a = client::Train(*hash, ids), b = client::Train(*array, ids);
     ASSERT_TRUE(SameBits(Values(a), Values(b)));
     std::vector<float> gradients(Values(a).size());
@@ -104,7 +113,7 @@ struct Pair {
     const UpdateReport y = Must(array->Update(*b.batch, gradients));
     ASSERT_EQ(x.num_updated, y.num_updated);
     ASSERT_EQ(x.num_missing, y.num_missing);
-    const auto others = RandomIds(rng, 6);
+    const auto others = RandomIds(rng, 6, min_samples);
     ASSERT_TRUE(SameBits(Infer(*hash, others), Infer(*array, others)));
   }
 
@@ -141,6 +150,19 @@ TEST(ArraySlotsTest, TheSameRowsAsByHash) {
   }
 }
 
+// Threads divide batches from 4,096 IDs on. Rows are evicted as well.
+TEST(ArraySlotsTest, TheSameRowsWithThreads) {
+  constexpr size_t kManySamples = 1000;
+  std::mt19937 rng(7);
+  ASSERT_GT(Flatten(RandomIds(rng, 6, kManySamples)).values.size(), 4096u);
+  Pair pair(Options({}, 4, 20'000, 4), Sgd());
+  for (int step = 0; step < 12; ++step) {
+    ASSERT_NO_FATAL_FAILURE(pair.Train(rng, kManySamples)) << "step " << step;
+  }
+  ASSERT_NO_FATAL_FAILURE(pair.ExpectEqual());
+  EXPECT_GT(pair.array->stats().lookups.num_evicted, 0u);
+}
+
 TEST(ArraySlotsTest, TheSameRowsAreEvicted) {
   ASSERT_NO_FATAL_FAILURE(ExpectSameJob(Options({}, 2, 400, 1), Sgd(), 200));
   Pair pair(Options({}, 2, 400, 1), Sgd());
@@ -162,18 +184,35 @@ TEST(ArraySlotsTest, TheSameSignsAreAdmitted) {
   ASSERT_NO_FATAL_FAILURE(ExpectSameJob(Options({}), config));
 }
 
-// Rows in the past: all others expire before the last ones. Both clocks run together.
-TEST(ArraySlotsTest, RowsExpire) {
-  TrainConfig config = Sgd();
-  config.time_to_live_sec = 0.01f;
-  Pair pair(Options({}, 1, 1'000'000, 1), config);
-  std::mt19937 rng(3);
-  ASSERT_NO_FATAL_FAILURE(pair.Train(rng));
-  for (int i = 0; pair.array->stats().lookups.num_expired == 0; ++i) {
-    client::Train(*pair.array, std::vector<SlotIds>(6, {{1}}));
+// A row is in use by the stamp in its array, which the index has only a copy of.
+TEST(ArraySlotsTest, ARowInUseStaysWhenOthersExpire) {
+  using Clock = std::chrono::steady_clock;
+  constexpr auto kTimeToLive = std::chrono::milliseconds(400);
+  TrainConfig config = SgdFromZero();
+  config.time_to_live_sec = 0.4f;
+  // If the machine stops this process for so long that the row is not in use: once more.
+  for (int attempt = 0; attempt < 50; ++attempt) {
+    const auto bags = Make(Options(ArraySlots(kNumIds), 1, 1'000'000, 1), config);
+    const std::vector<SlotIds> both(6, {{1}, {2}}), one(6, {{1}});
+    Clock::duration longest{};  // between two uses
+    auto last = Clock::now();
+    const PooledBags pooled = Train(*bags, both);
+    ASSERT_TRUE(bags->Update(*pooled.batch, std::vector<float>(Values(pooled).size(), -1.0f)).ok());
+    for (int i = 0; i < 2000 && bags->stats().lookups.num_expired < 5; ++i) {
+      Train(*bags, one);
+      const auto now = Clock::now();
+      longest = std::max(longest, now - last);
+      last = now;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    if (longest > kTimeToLive / 2) continue;
+    EXPECT_EQ(bags->stats().lookups.num_expired, 5u);  // ID 2, of each group
+    EXPECT_EQ(bags->stats().num_rows, 5u);
+    EXPECT_EQ(Infer(*bags, one)[32], 1.0f);  // of slot "single"
+    EXPECT_EQ(Infer(*bags, std::vector<SlotIds>(6, {{2}}))[32], 0.0f);
+    return;
   }
-  const auto rows = Infer(*pair.array, std::vector<SlotIds>(6, {{1}}));
-  EXPECT_NE(rows[0], 0.0f);  // in use all the time
+  FAIL() << "the machine stopped this process for 0.2 s in each of 50 attempts";
 }
 
 // Rows are saved for a snapshot before they are touched, updated, evicted or cleared.
@@ -200,6 +239,33 @@ TEST(ArraySlotsTest, ASnapshotHasTheRowsOfItsBeginning) {
     EXPECT_EQ(Read(*b), expected);
     EXPECT_EQ(Read(*a), expected);
   }
+}
+
+// All rows go at once: a snapshot takes the arrays over with the index. So it needs no room for
+// their copies, no row is among the changes, and the store has its memory back.
+TEST(ArraySlotsTest, AClearDuringASnapshotCopiesNoRows) {
+  constexpr uint64_t kNumRows = 60'000;  // 5 MB in a snapshot
+  std::vector<SlotConfig> slots = {{.name = "a", .dim = 16, .group = 0, .num_array_ids = kNumRows}};
+  const auto bags = Make(Options(slots), Sgd());
+  std::vector<uint64_t> ids(kNumRows);
+  std::iota(ids.begin(), ids.end(), 0);
+  Train(*bags, {{ids}});
+  const auto expected = Read(*Begin(*bags));
+  ASSERT_EQ(expected.size(), kNumRows);
+  const uint64_t full_bytes = bags->stats().memory_bytes;
+  ASSERT_TRUE(bags->embedding_store().TrackChanges(1'000'000).ok());
+  auto snapshot =
+      Must(store::StoreSnapshot::Begin(bags->embedding_store(), {.max_waiting_bytes = 256u << 10}));
+  bags->Clear();
+  EXPECT_EQ(bags->embedding_store().change_status().num_rows, 0u);
+  EXPECT_EQ(bags->stats().num_rows, 0u);
+  EXPECT_EQ(Infer(*bags, {{{7}}}), std::vector<float>(16, 0.0f));
+  Train(*bags, {{{7}}});
+  EXPECT_EQ(Read(*snapshot), expected);
+  snapshot.reset();
+  ASSERT_TRUE(bags->embedding_store().TrackChanges(0).ok());
+  bags->Clear();
+  EXPECT_LT(bags->stats().memory_bytes, full_bytes / 4);
 }
 
 // Rows that are set, loaded or looked up through the store are the same rows.
@@ -275,18 +341,54 @@ TEST(ArraySlotsTest, SlotsThatCannotBeArraysAreRefused) {
   }
 }
 
+constexpr uint64_t kMany = 16'000'000;  // IDs: 1 GB of rows, 128 MB of IdStates
+
+// One slot with so many IDs, and rows only for those that `config` admits.
+std::unique_ptr<EmbeddingBags> MakeMany(const TrainConfig& config) {
+  std::vector<SlotConfig> slots = {{.name = "a", .dim = 16, .group = 0, .num_array_ids = kMany}};
+  return Make(Options(slots), config);
+}
+
+// Of this process.
+uint64_t ResidentBytes() {
+  std::ifstream file("/proc/self/statm");
+  uint64_t total = 0, resident = 0;
+  file >> total >> resident;
+  return resident * static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+}
+
 // An array takes memory by the huge page, once its rows are inserted.
 TEST(ArraySlotsTest, MemoryIsThatOfTheRowsInUse) {
-  std::vector<SlotConfig> slots = {
-      {.name = "a", .dim = 16, .group = 0, .num_array_ids = 100'000'000}};
-  const auto bags = Make(Options(slots), Sgd());
+  const uint64_t resident_before = ResidentBytes();
+  const auto bags = MakeMany(Sgd());
   EXPECT_LT(bags->stats().memory_bytes, 5u << 20);
-  Train(*bags, {{{0}, {99'999'999}}});
-  const uint64_t two_pages = bags->stats().memory_bytes;
-  EXPECT_GE(two_pages, 4u << 20);
-  EXPECT_LT(two_pages, 12u << 20);
-  Train(*bags, {{{1}, {99'999'998}}});
-  EXPECT_LT(bags->stats().memory_bytes, two_pages + (1u << 20));
+  Train(*bags, {{{0}, {kMany - 1}}});
+  const uint64_t two_rows = bags->stats().memory_bytes;
+  EXPECT_GE(two_rows, 4u << 20);
+  EXPECT_LT(two_rows, 12u << 20);
+  Train(*bags, {{{1}, {kMany - 2}}});
+  EXPECT_LT(bags->stats().memory_bytes, two_rows + (1u << 20));
+  EXPECT_LT(ResidentBytes(), resident_before + (100u << 20));
+}
+
+// What an ID without a row takes is its IdState's page. The store's memory counts it.
+TEST(ArraySlotsTest, MemoryOfIdsWithoutRowsCounts) {
+  TrainConfig config = Sgd();
+  config.admit_after = 2;
+  const auto bags = MakeMany(config);
+  const uint64_t before = bags->stats().memory_bytes;
+  constexpr uint64_t kStep = (2u << 20) / 8;  // IDs of a page
+  SlotIds spread;
+  for (uint64_t id = 0; id < kMany; id += kStep) spread.push_back({id});
+  const uint64_t resident_before = ResidentBytes();
+  Train(*bags, {spread});
+  EXPECT_EQ(bags->stats().num_rows, 0u);
+  const uint64_t counted = bags->stats().memory_bytes - before;
+  EXPECT_GE(counted, kMany * 8);
+  EXPECT_LT(counted, kMany * 8 + (4u << 20));
+  EXPECT_LT(ResidentBytes(), resident_before + counted + (32u << 20));
+  Train(*bags, {spread});  // now with rows
+  EXPECT_GT(bags->stats().memory_bytes - before, counted + spread.size() * (1u << 20));
 }
 
 }  // namespace

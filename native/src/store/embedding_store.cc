@@ -152,12 +152,13 @@ StoreStats EmbeddingStore::stats() const {
   return stats;
 }
 
-// Without a tier, shards are cleared one after another while calls proceed. With one, its rows and
-// checkpoints must disappear in one step.
+// Shards are cleared one after another while calls proceed, but for what they share: rows and
+// checkpoints of a tier must disappear in one step, and so must arrays.
 void EmbeddingStore::Clear() {
-  if (shards_.tier() != nullptr) {
+  if (shards_.ClearsAtOnce()) {
     const std::unique_lock lock(shards_.mutex());
-    shards_.tier()->Fail(shards_.Clear());
+    const Status status = shards_.Clear();
+    if (shards_.tier() != nullptr) shards_.tier()->Fail(status);
     return;
   }
   const std::shared_lock lock(shards_.mutex());

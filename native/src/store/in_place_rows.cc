@@ -114,17 +114,18 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
-// Places are near: the IDs have just been numbered. Values are the same before and after a row is
+// States are near: the IDs have just been numbered. Values are the same before and after a row is
 // inserted.
 void InPlaceRows::FindInArray(RowArray* array, const SignRows& rows,
                               std::vector<uint32_t>* missing) const {
   const auto num_shards = static_cast<uint32_t>(shards_.size());
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     const uint64_t key = SignKey(rows.signs[i]), id = array->IdOf(rows.signs[i]);
-    RowArray::Place& place = array->PlaceOf(id);
+    RowArray::IdState& state = array->IdStateOf(id);
     rows.handles[i] = {ShardOfKey(key, num_shards), array->CellOf(id)};
     rows.values[i] = array->values(id);
-    if ((place.number & RowArray::kHasRow) == 0) [[unlikely]] {
+    if ((state.number & RowArray::kHasRow) == 0) [[unlikely]] {
+      array->CountIdState(id);
       rows.handles[i].cell = kNoCell;
       missing->push_back(static_cast<uint32_t>(i));
       continue;
@@ -133,7 +134,7 @@ void InPlaceRows::FindInArray(RowArray* array, const SignRows& rows,
     if (shard.snapshot != nullptr) [[unlikely]] {
       shard.snapshot->SaveBeforeTouch(*shard.index->Find(key), *shard.slabs);
     }
-    place.stamp = shard.now;
+    state.stamp = shard.now;
   }
 }
 

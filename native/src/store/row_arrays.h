@@ -11,7 +11,8 @@
 // All internal shards share an array. A cell number below num_cells() is a place in an array, and
 // has the same meaning in every shard.
 //
-// Memory of a place, the row and 8 bytes, is taken by the huge page when a row in it is inserted.
+// Beside its row, an ID has 8 bytes (IdState). Memory is taken by the huge page: of rows when a row
+// in it is inserted, of IdStates when a training batch has an ID in it, with or without a row.
 //
 // Thread safety: as the rows of a shard. A place belongs to the shard of its sign.
 #pragma once
@@ -22,6 +23,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -40,13 +42,39 @@ struct RowArraySpec {
   uint32_t dim = 0;
 };
 
+// Zeroed memory whose pages are taken when they are written first; counts them. Thread-safe.
+class SparsePages {
+ public:
+  // data() is null: no addresses.
+  explicit SparsePages(size_t num_bytes)
+      : memory_(MappedMemory::AllocateSparse(num_bytes)),
+        is_used_(memory_.size() / MappedMemory::kHugePageBytes + 1) {}
+
+  std::byte* data() const { return memory_.data(); }
+  // These bytes are written.
+  void Use(size_t offset, size_t num_bytes) {
+    const size_t last = (offset + num_bytes - 1) / MappedMemory::kHugePageBytes;
+    for (size_t page = offset / MappedMemory::kHugePageBytes; page <= last; ++page) {
+      if (!is_used_[page].load(std::memory_order_relaxed)) [[unlikely]]
+        Count(page);
+    }
+  }
+  uint64_t used_bytes() const { return used_bytes_.load(std::memory_order_relaxed); }
+
+ private:
+  void Count(size_t page);
+
+  const MappedMemory memory_;
+  std::vector<std::atomic<bool>> is_used_;
+  std::atomic<uint64_t> used_bytes_ = 0;
+};
+
 class RowArray {
  public:
   static constexpr uint64_t kMaxIds = uint64_t{1} << 31;
   static constexpr uint32_t kSlabCells = 1u << 16;
 
-  // Of one ID.
-  struct Place {
+  struct IdState {
     uint32_t number;  // of the ID in the batch that used it last; the top bit: there is a row
     uint32_t stamp;   // of the row
   };
@@ -57,7 +85,9 @@ class RowArray {
 
   const RowArraySpec& spec() const { return spec_; }
   const RowShape& shape() const { return shape_; }
-  bool has_memory() const { return values_.data() != nullptr && places_.data() != nullptr; }
+  bool has_memory() const {
+    return values_.data() != nullptr && scalars_.data() != nullptr && states_.data() != nullptr;
+  }
   uint32_t num_slabs() const {
     return static_cast<uint32_t>((spec_.num_ids + kSlabCells - 1) / kSlabCells);
   }
@@ -65,7 +95,9 @@ class RowArray {
   bool Contains(uint64_t sign) const { return sign - spec_.first_sign < spec_.num_ids; }
   uint64_t IdOf(uint64_t sign) const { return sign - spec_.first_sign; }
   uint32_t CellOf(uint64_t id) const { return first_cell_ + static_cast<uint32_t>(id); }
-  Place& PlaceOf(uint64_t id) const { return places()[id]; }
+  IdState& IdStateOf(uint64_t id) const { return reinterpret_cast<IdState*>(states_.data())[id]; }
+  // Of an ID without a row, whose number was written.
+  void CountIdState(uint64_t id) { states_.Use(id * sizeof(IdState), sizeof(IdState)); }
   float* values(uint64_t id) const {
     return reinterpret_cast<float*>(values_.data()) + id * stride_;
   }
@@ -74,32 +106,30 @@ class RowArray {
     return shape_.has_scalar ? reinterpret_cast<uint32_t*>(scalars_.data()) + id : nullptr;
   }
 
-  // A row begins at the place of the ID, whose values are the caller's to write.
-  void Begin(uint64_t id, uint32_t stamp);
-  // The row ends: its place has zeros again.
-  void End(uint64_t id);
-  uint64_t memory_bytes() const { return num_bytes_.load(std::memory_order_relaxed); }
+  // The caller writes the row's values.
+  void InsertRow(uint64_t id, uint32_t stamp);
+  // The cell has zeros again.
+  void RemoveRow(uint64_t id);
+  uint64_t memory_bytes() const {
+    return values_.used_bytes() + scalars_.used_bytes() + states_.used_bytes();
+  }
 
  private:
-  Place* places() const { return reinterpret_cast<Place*>(places_.data()); }
-
   const RowArraySpec spec_;
   const RowShape shape_;
   const uint32_t first_cell_;
   const size_t stride_;
-  MappedMemory values_, scalars_, places_;
-  std::vector<std::atomic<bool>> used_pages_;  // of values_
-  std::atomic<uint64_t> num_bytes_ = 0;
+  SparsePages values_, scalars_, states_;
 };
 
 class RowArrays {
  public:
-  // Replaces all arrays by empty ones. kInvalidArgument: more IDs than there are cell numbers.
+  // Arrays without rows. kInvalidArgument: more IDs than there are cell numbers.
   // kResourceExhausted: no addresses for them.
-  Status Build(std::span<const RowArraySpec> specs, const RowPolicies& policies,
-               uint32_t tail_floats);
+  static StatusOr<std::shared_ptr<RowArrays>> Make(std::span<const RowArraySpec> specs,
+                                                   const RowPolicies& policies,
+                                                   uint32_t tail_floats);
 
-  bool is_empty() const { return arrays_.empty(); }
   const std::deque<RowArray>& all() const { return arrays_; }
   // Null: the sign's group has no array, or the ID is not below the bound.
   RowArray* OfSign(uint64_t sign);
@@ -110,7 +140,7 @@ class RowArrays {
   uint64_t IdOfCell(uint32_t cell) const {
     return cell - by_slab_[cell / RowArray::kSlabCells].first_cell;
   }
-  RowArray::Place& PlaceOf(uint32_t cell) { return OfCell(cell).PlaceOf(IdOfCell(cell)); }
+  RowArray::IdState& IdStateOf(uint32_t cell) { return OfCell(cell).IdStateOf(IdOfCell(cell)); }
   uint64_t memory_bytes() const;
 
  private:

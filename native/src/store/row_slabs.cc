@@ -66,7 +66,7 @@ uint32_t RowSlabs::Allocate(uint32_t pool_number) {
 // The list of free cells is linked through their own memory, so it costs none. The cell freed last
 // is used first: it is likely to be in the processor's cache.
 void RowSlabs::Free(uint32_t cell) {
-  if (cell < num_array_cells_) return arrays_->OfCell(cell).End(arrays_->IdOfCell(cell));
+  if (cell < num_array_cells_) return arrays_->OfCell(cell).RemoveRow(arrays_->IdOfCell(cell));
   Pool& pool = pools_[slabs_[cell >> kPlaceBits].pool];
   if (pool.num_leaving > 0 && IsLeaving(cell)) {
     // Not into the list of free cells: Allocate() must not hand it out again.
@@ -89,18 +89,12 @@ uint64_t RowSlabs::row_slab_bytes() const {
   return num_bytes;
 }
 
-void RowSlabs::Clear() {
-  RowArrays* const arrays = arrays_;
-  *this = RowSlabs(memory_, cells_);
-  SetArrays(arrays);
-}
-
-// Slabs without memory of their own: what finds a row by its cell need not know of arrays.
-void RowSlabs::SetArrays(RowArrays* arrays) {
+// Arrays are slabs without memory of their own: what finds a row by its cell need not know of them.
+void RowSlabs::Clear(std::shared_ptr<RowArrays> arrays) {
   static_assert(RowArray::kSlabCells == kPlaceMask + 1);
-  arrays_ = arrays;
-  num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  *this = RowSlabs(memory_, cells_);
   if (arrays == nullptr) return;
+  num_array_cells_ = arrays->num_cells();
   for (const RowArray& array : arrays->all()) {
     RowShape shape = array.shape();
     shape.label = pools_.size() + 1;  // rows outside the array do not share its pool
@@ -116,6 +110,7 @@ void RowSlabs::SetArrays(RowArrays* arrays) {
     pools_.push_back({.shape = shape});
   }
   holdings_.resize(slabs_.size());
+  arrays_ = std::move(arrays);
 }
 
 uint32_t RowSlabs::AllocateInArray(uint64_t sign, uint32_t dim) const {

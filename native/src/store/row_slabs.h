@@ -62,10 +62,6 @@ class RowSlabs {
   RowSlabs(SlabMemory* memory, SlabMemory* cells) : memory_(memory), cells_(cells) {}
   explicit RowSlabs(SlabMemory* memory) : RowSlabs(memory, memory) {}
 
-  // The first cells become those of `arrays` (row_arrays.h), which outlive this or the next call.
-  // Null: none. Before any row is allocated.
-  void SetArrays(RowArrays* arrays);
-
   // A pool is the slabs of one shape. Stores have few shapes, and these search them all. FindPool()
   // returns kNoPool where there is none.
   uint32_t FindPool(const RowShape& shape) const;
@@ -77,8 +73,9 @@ class RowSlabs {
   [[nodiscard]] uint32_t Allocate(uint32_t pool);
   // The cell is reused for the same shape. Writes into the row's memory.
   void Free(uint32_t cell);
-  // Frees all rows and gives their memory back.
-  void Clear();
+  // Frees all rows and gives their memory back. The first cells become those of `arrays`
+  // (row_arrays.h); null: there are none.
+  void Clear(std::shared_ptr<RowArrays> arrays = nullptr);
 
   // Slabs of rows, the newest ones, of about so many bytes are to leave; as many as there is room
   // for their rows in free cells of others. They take no rows any more.
@@ -161,7 +158,7 @@ class RowSlabs {
 
   SlabMemory* memory_;
   SlabMemory* cells_;
-  RowArrays* arrays_ = nullptr;
+  std::shared_ptr<RowArrays> arrays_;
   uint32_t num_array_cells_ = 0;  // of arrays_
   std::vector<Slab> slabs_;
   std::vector<Holding> holdings_;  // of slabs_, in the same order

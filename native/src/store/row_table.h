@@ -60,14 +60,6 @@ class RowTable {
         index_(growth_phase),
         slabs_(row_memory, cold_memory) {}
 
-  // Rows whose signs belong into an array are put there (row_arrays.h). Before there are rows.
-  // `arrays` outlives the table; when they are built anew, a table without rows has to be cleared.
-  void SetArrays(RowArrays* arrays) {
-    arrays_ = arrays;
-    index_.SetArrays(arrays);
-    slabs_.SetArrays(arrays);
-  }
-
   uint64_t capacity() const { return capacity_; }
   // Read through these; rows are inserted and removed through the table, which tells the features.
   const SignIndex& index() const { return index_; }
@@ -126,7 +118,7 @@ class RowTable {
   void MakePast() {
     if (now_ >= kStampRebase) return;
     const uint32_t rise = kStampRebase - now_;
-    index_.ForEach([rise](Entry& entry) { entry.stamp += rise; });
+    index_.ChangeStamps([rise](uint32_t stamp) { return stamp + rise; });
     victims_.Clear();
     now_ += rise;
   }
@@ -178,7 +170,7 @@ class RowTable {
       return kNoCell;
     }
     if (index_.IsInArray(entry)) {
-      arrays_->OfCell(entry.cell).Begin(arrays_->IdOfCell(entry.cell), entry.stamp);
+      arrays_->OfCell(entry.cell).InsertRow(arrays_->IdOfCell(entry.cell), entry.stamp);
     }
     features_->Inserted(entry.key, entry.cell, slabs_);
     return entry.cell;
@@ -195,33 +187,22 @@ class RowTable {
     ++num_removals_;
     return Status::Ok();
   }
-  // Removes all rows and gives their memory back. Cannot fail: features have had their say.
-  void Clear() {
-    RemoveArrayRows();
+  // Removes all rows and gives their memory back. Cannot fail: features have had their say. Later
+  // rows are put into `arrays` where their signs belong there (row_arrays.h); null: there are none.
+  // A table whose rows were in arrays needs new ones: rows stay in the old ones.
+  void Clear(const std::shared_ptr<RowArrays>& arrays = nullptr) {
     features_->BeforeClear(&index_, &slabs_);
-    index_.Clear();
-    slabs_.Clear();
+    index_.Clear(arrays);
+    slabs_.Clear(arrays);
+    arrays_ = arrays.get();
     victims_.Clear();
     ++num_removals_;
   }
 
  private:
-  // One by one: their memory, which other shards use too, cannot be handed over to a snapshot.
-  void RemoveArrayRows() {
-    if (arrays_ == nullptr || arrays_->is_empty()) return;
-    std::vector<uint64_t> keys;
-    index_.ForEach([&](const Entry& entry) {
-      if (index_.IsInArray(entry)) keys.push_back(entry.key);
-    });
-    // Backwards, which moves no entries. Cannot fail: there is no tier.
-    for (size_t i = keys.size(); i > 0; --i) {
-      static_cast<void>(Remove(index_.Find(keys[i - 1])));
-    }
-  }
-
   const uint64_t capacity_;
   Features* const features_;
-  RowArrays* arrays_ = nullptr;  // null: none
+  RowArrays* arrays_ = nullptr;  // kept alive by index_; null: none
   SignIndex index_;
   RowSlabs slabs_;
   VictimQueue victims_;

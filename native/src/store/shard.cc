@@ -307,16 +307,17 @@ uint64_t Shard::size() const {
   return table_.index().size();
 }
 
-void Shard::Clear() {
+void Shard::Clear(const std::shared_ptr<RowArrays>& arrays) {
   std::lock_guard lock(mutex_);
-  table_.Clear();
+  table_.Clear(arrays);
 }
 
 void Shard::SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
-                        uint32_t number, uint32_t num_shards) {
+                        const std::shared_ptr<RowArrays>& arrays, uint32_t number,
+                        uint32_t num_shards) {
   const std::lock_guard lock(mutex_);
   // Without rows, drop what slabs remember of the former policies' shapes.
-  if (table_.index().size() == 0) table_.Clear();
+  if (table_.index().size() == 0) table_.Clear(arrays);
   // Until the limits know the new policies, they use the old ones.
   const auto old_policies = table_.SetPolicies(std::move(policies));
   features_.limits.SetPolicies(*table_.policies(), table_.index(), number, num_shards);

@@ -45,12 +45,14 @@ class alignas(64) Shard {
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
   uint64_t size() const;
-  void Clear();
+  // As RowTable::Clear().
+  void Clear(const std::shared_ptr<RowArrays>& arrays);
 
   // While there are rows, the new policies must have the shapes of the old ones. `num_filter_cells`
   // are for counting sightings; 0 where the policies do not. It is shard `number` of `num_shards`.
+  // Without rows, it is cleared with `arrays`.
   void SetPolicies(std::shared_ptr<const RowPolicies> policies, uint64_t num_filter_cells,
-                   uint32_t number, uint32_t num_shards);
+                   const std::shared_ptr<RowArrays>& arrays, uint32_t number, uint32_t num_shards);
   // Before all rows but recovered ones. `tier` is not used after the shard's last call.
   void SetTier(StoreTier* tier, CacheBudget budget, uint64_t num_pinned);
   // Null: there is no tier.

@@ -98,7 +98,6 @@ ShardSet::ShardSet(const Options& options) : options_(options) {
     const double growth_phase = static_cast<double>(i) / static_cast<double>(num_shards);
     shards_.emplace_back(capacity, &slab_memory_, &cold_memory_, growth_phase,
                          options.counts_updates, options.row_dtype);
-    shards_.back().table().SetArrays(&arrays_);
   }
 }
 
@@ -151,14 +150,15 @@ Status ShardSet::Configure(const TrainConfig& config, bool replace, bool is_reco
     // Those rows may be recovered, and are then read by the policies that are saved now.
     PERSIA_RETURN_IF_ERROR(CheckChange(*config_, config, /*replace=*/true));
   }
-  if (!has_rows && !options_.arrays.empty()) {
-    PERSIA_RETURN_IF_ERROR(arrays_.Build(options_.arrays, *policies,
-                                         options_.counts_updates ? kUpdateCountFloats : 0));
+  std::shared_ptr<RowArrays> arrays = arrays_;
+  if (!has_rows) {
+    PERSIA_ASSIGN_OR_RETURN(arrays, MakeArrays(*policies));
   }
   // Before rows are made by it: a crash in between must find the config of every row it recovers.
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->SaveConfigIfNew(config));
+  arrays_ = std::move(arrays);
   for (uint32_t i = 0; i < count(); ++i) {
-    shards_[i].SetPolicies(policies, num_filter_cells, i, count());
+    shards_[i].SetPolicies(policies, num_filter_cells, arrays_, i, count());
   }
   if (!has_rows) ForgetSlabs();
   config_ = config;
@@ -179,9 +179,20 @@ std::unique_ptr<ChangeSet> ShardSet::ReplaceChanges(std::unique_ptr<ChangeSet> c
 Status ShardSet::Clear() {
   if (tier_ != nullptr) PERSIA_RETURN_IF_ERROR(tier_->Clear());
   if (features_.changes != nullptr) features_.changes->NoteClear();
-  for (Shard& shard : shards_) shard.Clear();
+  // New arrays, so that a snapshot can take the old ones over with the index. Without addresses for
+  // them, rows are found by hash from now on.
+  if (!options_.arrays.empty() && is_configured_) {
+    auto arrays = MakeArrays(*shards_[0].table().policies());
+    arrays_ = arrays.ok() ? std::move(arrays).value() : std::make_shared<RowArrays>();
+  }
+  for (Shard& shard : shards_) shard.Clear(arrays_);
   ForgetSlabs();
   return Status::Ok();
+}
+
+StatusOr<std::shared_ptr<RowArrays>> ShardSet::MakeArrays(const RowPolicies& policies) const {
+  return RowArrays::Make(options_.arrays, policies,
+                         options_.counts_updates ? kUpdateCountFloats : 0);
 }
 
 void ShardSet::ForgetSlabs() {
@@ -193,7 +204,7 @@ StoreStats ShardSet::Stats() const {
   StoreStats stats;
   for (const Shard& shard : shards_) shard.AddStatsTo(&stats);
   stats.memory_bytes +=
-      slab_memory_.unused_bytes() + cold_memory_.unused_bytes() + arrays_.memory_bytes();
+      slab_memory_.unused_bytes() + cold_memory_.unused_bytes() + arrays_->memory_bytes();
   return stats;
 }
 

@@ -141,7 +141,7 @@ class ShardSet {
   const std::deque<Shard>& all() const { return shards_; }
   uint32_t count() const { return static_cast<uint32_t>(shards_.size()); }
   bool counts_updates() const { return options_.counts_updates; }
-  RowArrays& arrays() { return arrays_; }
+  RowArrays& arrays() { return *arrays_; }
   SharedFeatures& features() { return features_; }
   const SharedFeatures& features() const { return features_; }
 
@@ -168,7 +168,9 @@ class ShardSet {
 
   // Locked. Returns the former changes.
   std::unique_ptr<ChangeSet> ReplaceChanges(std::unique_ptr<ChangeSet> changes);
-  // Removes all rows. Locked where there is a tier; otherwise a shared lock is enough.
+  // Whether Clear() needs the exclusive lock.
+  bool ClearsAtOnce() const { return tier_ != nullptr || !options_.arrays.empty(); }
+  // Removes all rows. Locked if ClearsAtOnce(); otherwise a shared lock is enough.
   Status Clear();
   // Without what features and tier hold outside the shards.
   StoreStats Stats() const;
@@ -180,6 +182,8 @@ class ShardSet {
   Status CheckTier() const { return tier_ == nullptr ? Status::Ok() : tier_->status(); }
 
  private:
+  // Arrays without rows for the policies' shapes. kResourceExhausted: no addresses for them.
+  StatusOr<std::shared_ptr<RowArrays>> MakeArrays(const RowPolicies& policies) const;
   // After all shards have gone without rows; some may have new ones since. What is free goes back
   // to the system.
   void ForgetSlabs();
@@ -187,7 +191,7 @@ class ShardSet {
   const Options options_;
   SlabMemory slab_memory_;
   SlabMemory cold_memory_;
-  RowArrays arrays_;
+  std::shared_ptr<RowArrays> arrays_ = std::make_shared<RowArrays>();  // replaced only when locked
   std::deque<Shard> shards_;
   mutable WriterFirstMutex mutex_;
   SharedFeatures features_;

@@ -49,10 +49,21 @@ void SignIndex::Erase(Entry* entry) {
   --size_;
 }
 
-void SignIndex::Clear() {
-  RowArrays* const arrays = arrays_;
+void SignIndex::Clear(std::shared_ptr<RowArrays> arrays) {
   *this = SignIndex(growth_phase_);
-  SetArrays(arrays);
+  num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
+  arrays_ = std::move(arrays);
+}
+
+// In the order of keys, IdStates are spread over the arrays: they are asked for ahead.
+void SignIndex::RefreshAll() const {
+  if (num_array_cells_ == 0) return;
+  constexpr uint64_t kAhead = 32;
+  for (uint64_t i = 0; i < length_; ++i) {
+    const Entry& later = entries_[std::min(i + kAhead, length_ - 1)];
+    if (IsInArray(later)) __builtin_prefetch(&arrays_->IdStateOf(later.cell));
+    Refresh(entries_ + i);
+  }
 }
 
 bool SignIndex::Grow() {

@@ -20,6 +20,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "base/mapped_memory.h"
 #include "store/row_arrays.h"
@@ -55,19 +56,16 @@ class SignIndex {
   // `growth_phase`, from 0 to 1, is where between two growths it is while one with phase 0 grows.
   explicit SignIndex(double growth_phase = 0) : growth_phase_(growth_phase) {}
 
-  // The stamps of cells below arrays->num_cells() are kept in `arrays` (row_arrays.h). The stamp in
-  // such an entry is a copy, which Find(), ForEach() and Refresh() renew. Before any insertion.
-  void SetArrays(RowArrays* arrays) {
-    arrays_ = arrays;
-    num_array_cells_ = arrays == nullptr ? 0 : arrays->num_cells();
-  }
+  // Whether the stamp in the entry is a copy; see Clear().
   bool IsInArray(const Entry& entry) const { return entry.cell < num_array_cells_; }
   void Refresh(Entry* entry) const {
-    if (IsInArray(*entry)) entry->stamp = arrays_->PlaceOf(entry->cell).stamp;
+    if (!IsInArray(*entry)) return;
+    const uint32_t stamp = arrays_->IdStateOf(entry->cell).stamp;
+    if (stamp != entry->stamp) entry->stamp = stamp;
   }
   void SetStamp(Entry* entry, uint32_t stamp) const {
     entry->stamp = stamp;
-    if (IsInArray(*entry)) arrays_->PlaceOf(entry->cell).stamp = stamp;
+    if (IsInArray(*entry)) arrays_->IdStateOf(entry->cell).stamp = stamp;
   }
 
   // Null: there is none. Valid until the next insertion or removal.
@@ -96,16 +94,31 @@ class SignIndex {
   // as it always does.
   void Reserve(uint64_t num_entries);
   void Erase(Entry* entry);
-  void Clear();
+  // Later entries with a cell below arrays->num_cells() have their stamps in `arrays`
+  // (row_arrays.h). The stamp in such an entry is a copy, which Find(), ForEach() and Refresh()
+  // renew. Null: there are no such entries.
+  void Clear(std::shared_ptr<RowArrays> arrays = nullptr);
 
-  // Calls visit(entry) for each, in ascending order of keys; visit may change the stamp.
+  // Calls visit(entry) for each, in ascending order of keys.
   template <typename Visit>
   void ForEach(Visit visit) const {
+    RefreshAll();
+    ForEachAsIs(visit);
+  }
+  // ForEach() in two steps, so that several walks renew the stamps once.
+  void RefreshAll() const;
+  template <typename Visit>
+  void ForEachAsIs(Visit visit) const {
+    for (const Entry* entry = entries_; entry != entries_ + length_; ++entry) {
+      if (entry->cell != kNoCell) visit(*entry);
+    }
+  }
+  // Each stamp becomes change(stamp).
+  template <typename Change>
+  void ChangeStamps(Change change) const {
+    RefreshAll();
     for (Entry* entry = entries_; entry != entries_ + length_; ++entry) {
-      if (entry->cell == kNoCell) continue;
-      Refresh(entry);
-      visit(*entry);
-      if (IsInArray(*entry)) SetStamp(entry, entry->stamp);
+      if (entry->cell != kNoCell) SetStamp(entry, change(entry->stamp));
     }
   }
 
@@ -153,7 +166,7 @@ class SignIndex {
   uint64_t length_ = 1;  // entries in memory; the last one is always empty, so that searches end
   uint64_t home_count_ = 0;  // the entries behind take the overflow of the last homes
   uint64_t size_ = 0;
-  RowArrays* arrays_ = nullptr;
+  std::shared_ptr<RowArrays> arrays_;
   uint32_t num_array_cells_ = 0;  // of arrays_
 };
 

@@ -62,8 +62,9 @@ SignIndex::Entry* VictimQueue::PopCollected(const SignIndex& index) {
 }
 
 void VictimQueue::Collect(const SignIndex& index) {
+  index.RefreshAll();  // once for all passes
   CollectOf([&](const auto& visit) {
-    index.ForEach([&](const SignIndex::Entry& entry) {
+    index.ForEachAsIs([&](const SignIndex::Entry& entry) {
       if (IsCandidate(entry)) visit(entry);
     });
   });
@@ -93,9 +94,8 @@ void VictimQueue::CollectOf(ForEach for_each) {
 
 // What is older than the base becomes 0: the oldest there is.
 void RebaseStamps(const SignIndex& index) {
-  index.ForEach([](SignIndex::Entry& entry) {
-    entry.stamp = entry.stamp < kStampRebase ? 0 : entry.stamp - kStampRebase;
-  });
+  index.ChangeStamps(
+      [](uint32_t stamp) { return stamp < kStampRebase ? 0 : stamp - kStampRebase; });
 }
 
 }  // namespace persia::store

@@ -44,9 +44,9 @@ struct SlotConfig {
   uint64_t index_prefix = 0;
   // Position of the feature group, from 0; slots of one group share rows and dim.
   uint32_t group = 0;
-  // Above 0: all IDs are below it, and an engine in this process keeps the rows by ID
-  // (store/row_arrays.h). Equal within a feature group. Parameter servers have no use for it: a
-  // server has the rows of some IDs, chosen by a hash.
+  // Above 0: client/EmbeddingBags keeps the rows by ID (store/row_arrays.h), and refuses IDs that
+  // are not below it. Equal within a feature group. Workers ignore it: a parameter server has the
+  // rows of some IDs, chosen by a hash.
   uint64_t num_array_ids = 0;
   // What differs from the job's train config; equal within a feature group.
   SlotRowConfig rows = {};
