@@ -216,11 +216,11 @@ class BatchPipeline:
     def count_received(self) -> None:
         self.counters.add(batches_received=1)
 
-    def wait_for_other_rows(self, what: str) -> None:
-        """Before `what` changes rows by other means than training: no update may follow on the new rows."""
+    def wait_for_ends(self) -> None:
+        """Returns once gradients handed in so far are applied, and exact batches dropped so far released."""
         self.wait_for_gradients()
-        if self.exact is not None:
-            self.exact.check_idle(what)
+        if self.backend.is_exact:  # which refuses what a batch in flight forbids
+            self.reaper.wait(env.get_deadline_s())
 
     def wait_for_gradients(self) -> None:
         """Returns once every gradient handed in so far is applied."""

@@ -61,6 +61,8 @@ class EmbeddingBackend:
     The client is the engine itself in an embedded job, and RPC to embedding workers in a cluster.
     """
 
+    is_exact = False  # an exact context trains by it, and holds rows of its batches in flight
+
     def __init__(
         self,
         client: EmbeddingClient,

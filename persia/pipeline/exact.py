@@ -6,8 +6,9 @@ replays the rank's own updates on them. The embedding worker and servers get the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -71,6 +72,7 @@ class ExactCalls:
             feature_index_prefix_bit=slots.feature_index_prefix_bit,
             served=served_slots(backend.slot_modes),
         )
+        backend.is_exact = True
         return cls(backend)
 
     def look_up(self, reference: BatchReference | None, id_features: bytes | memoryview) -> LookupResult:
@@ -91,9 +93,16 @@ class ExactCalls:
         """Updates the rows that the rank holds. The servers get the gradients by `return_gradients`."""
         self._backend.client.apply_exact(reference, gradients, scale=scale)
 
-    def check_idle(self, what: str) -> None:
-        """FailedPreconditionError: `what` happens while batches are in flight."""
-        self._backend.client.check_exact_idle(what)
+
+@contextlib.contextmanager
+def other_rows(backend: EmbeddingBackend, what: str) -> Iterator[None]:
+    """While `what` changes rows by other means than training.
+
+    FailedPreconditionError: an exact context, which may be another one, has batches in flight.
+    """
+    if isinstance(backend, ClusterBackend):
+        backend.client.check_exact_idle(what)
+    yield
 
 
 def _check_slot_modes(slot_modes: Sequence[str]) -> None:

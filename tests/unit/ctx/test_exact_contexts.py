@@ -1,0 +1,132 @@
+"""consistency="exact" through contexts, over an embedding worker and a parameter server behind sockets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from persia import _native
+from persia.config import parse_embedding_config
+from persia.ctx import TrainCtx, eval_ctx
+from persia.data import DataLoader
+from persia.errors import FailedPreconditionError
+from persia.messaging.discovery import ServiceInfo
+from persia.messaging.interface import Registration
+from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.pipeline.backend import ClusterBackend
+
+from .conftest import DIM
+
+SLOTS = parse_embedding_config(
+    {"feature_index_prefix_bit": 8, "slots_config": {"a": {"dim": DIM}, "b": {"dim": DIM}}}
+)
+
+
+class Directory:
+    """Discovery of one worker, which always answers."""
+
+    def __init__(self, incarnation: int, address: str) -> None:
+        self.worker = ServiceInfo(
+            role=EMBEDDING_WORKER,
+            index=0,
+            replicas=1,
+            incarnation=incarnation,
+            address=address,
+            slot_modes=("",),
+            schema=SLOTS.schema_hash(),
+            pid=1,
+            status_address="",
+            has_rows=False,
+        )
+
+    def watch(self, *_: Any) -> Registration:
+        return Registration(lambda: None)
+
+    def wait_for(self, *_: Any, **__: Any) -> list[ServiceInfo]:
+        return [self.worker]
+
+    def probe(self, *_: Any) -> ServiceInfo | None:
+        return self.worker
+
+
+@pytest.fixture
+def cluster() -> Iterator[ClusterBackend]:
+    server = _native.ParameterServer(replica_index=0, replica_size=1, capacity=10_000, num_internal_shards=1)
+    worker = _native.EmbeddingWorker(slots=SLOTS.native_slots(), feature_index_prefix_bit=8, num_servers=1)
+    worker.set_server(0, f"127.0.0.1:{server.start('127.0.0.1', 0)}")
+    address = f"127.0.0.1:{worker.start('127.0.0.1', 0)}"
+    directory: Any = Directory(worker.incarnation, address)
+    backend = ClusterBackend(directory)
+    yield backend
+    backend.close()
+    worker.stop()
+    server.stop()
+
+
+@pytest.fixture
+def exact_ctx(make_ctx: Callable[..., TrainCtx], cluster: ClusterBackend) -> Callable[..., TrainCtx]:
+    def make(**options: Any) -> TrainCtx:
+        given = {"backend": cluster, "slots": SLOTS, "consistency": "exact", **options}
+        return make_ctx(**given)
+
+    return make
+
+
+def held(backend: ClusterBackend) -> float:
+    return {name: value for name, _, _, value in backend.client.exact_metrics()}["persia_nn_held_rows"]
+
+
+def train(ctx: TrainCtx, batch: Any) -> None:
+    ctx.backward(ctx.forward(ctx.get_embedding_from_data(batch))[0].sum())
+
+
+@pytest.fixture
+def checkpoint(make_ctx: Callable[..., TrainCtx], new_batch: Any, tmp_path: Path) -> Path:
+    with make_ctx() as ctx:  # embedded: it can dump
+        train(ctx, new_batch(0))
+        ctx.dump_checkpoint(tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_load_is_refused_while_batches_are_in_flight(
+    exact_ctx: Any, checkpoint: Path, new_batch: Any, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    loads: list[dict[str, Any]] = []
+    with exact_ctx() as ctx:
+        monkeypatch.setattr(ctx.runtime.checkpoints, "load", lambda source, **options: loads.append(options))
+        train(ctx, new_batch(0))
+        ahead = ctx.get_embedding_from_data(new_batch(1))
+        with eval_ctx() if nested else contextlib.nullcontext(ctx) as loading:
+            for blocking in (True, False):
+                with pytest.raises(
+                    FailedPreconditionError, match="a checkpoint was loaded while consistency='exact' holds"
+                ):
+                    loading.load_embedding(checkpoint, blocking=blocking)
+        assert loads == []
+        del ahead  # given up by the reaper, for which a load waits
+        ctx.load_checkpoint(checkpoint, blocking=False)
+        with eval_ctx() as loading:
+            loading.load_embedding(checkpoint, blocking=False)
+        # Batches that are looked up during the load would have rows of before it.
+        assert [options["blocking"] for options in loads] == [True, True]
+
+
+def test_a_load_follows_a_loop_that_was_left(
+    exact_ctx: Any, checkpoint: Path, make_dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[Any] = []
+    with exact_ctx() as ctx:
+        monkeypatch.setattr(ctx.runtime.checkpoints, "load", lambda source, **options: loads.append(source))
+        for number, batch in enumerate(DataLoader(make_dataset(40), embedding_staleness=8)):
+            ctx.backward(ctx.forward(batch)[0].sum())
+            if number == 3:
+                with pytest.raises(FailedPreconditionError, match="do it before the loop or after it"):
+                    ctx.load_checkpoint(checkpoint)
+                break
+        ctx.load_checkpoint(checkpoint)
+        assert len(loads) == 1
