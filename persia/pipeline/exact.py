@@ -17,10 +17,12 @@ from persia import env
 from persia._native import BatchReference, LookupResult
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
-from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.logger import get_default_logger
 from persia.pipeline.backend import ClusterBackend, EmbeddingBackend, SlotGradients
 from persia.pipeline.staleness import served_slots
 
+NEW_CONTEXT = "begin a new context and load a checkpoint there"
 _SYNCHRONOUS = "use consistency='synchronous'"
 
 
@@ -92,6 +94,17 @@ class ExactCalls:
     def apply(self, reference: BatchReference, gradients: SlotGradients, scale: float) -> None:
         """Updates the rows that the rank holds. The servers get the gradients by `return_gradients`."""
         self._backend.client.apply_exact(reference, gradients, scale=scale)
+
+    def fail(self, reference: BatchReference, what: str) -> None:
+        """The servers do not get an update that `apply` may have had: later calls raise `what`."""
+        self._backend.client.fail_exact(reference, f"{what}: {NEW_CONTEXT}")
+
+    def end(self, reference: BatchReference) -> None:
+        """The batch, which `apply` has not had, gets no gradients."""
+        try:
+            self._backend.release(reference)
+        except PersiaError as failure:  # the worker lets the batch expire; the rank holds no rows of it
+            get_default_logger().warning("a batch was not released at its worker: %s", failure)
 
 
 @contextlib.contextmanager

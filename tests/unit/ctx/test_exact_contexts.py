@@ -7,17 +7,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from persia import _native
 from persia.config import parse_embedding_config
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader
-from persia.errors import FailedPreconditionError
+from persia.errors import FailedPreconditionError, InvalidArgumentError, UnavailableError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline.backend import ClusterBackend
+from persia.pipeline.batch import PersiaTrainingBatch
+from persia.pipeline.gradients import GradientSender
+from persia.pipeline.lookup import BatchLease
 
 from .conftest import DIM
 
@@ -130,3 +134,101 @@ def test_a_load_follows_a_loop_that_was_left(
                 break
         ctx.load_checkpoint(checkpoint)
         assert len(loads) == 1
+
+
+class Interrupted(BaseException):
+    """What the handler of a signal raises."""
+
+
+def interrupt(*_: Any) -> None:
+    raise Interrupted
+
+
+def sender_of(ctx: TrainCtx) -> GradientSender:
+    assert ctx._pipeline.gradients is not None
+    return ctx._pipeline.gradients
+
+
+def lease_of(batch: PersiaTrainingBatch) -> BatchLease:
+    assert batch.lease is not None
+    return batch.lease
+
+
+def test_an_update_that_a_signal_interrupts_is_an_error(
+    exact_ctx: Any, new_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        with exact_ctx() as ctx:
+            batch = ctx.get_embedding_from_data(new_batch(0))
+            loss = ctx.forward(batch)[0].sum()
+            monkeypatch.setattr(sender_of(ctx)._queue, "put_reserved", interrupt)
+            with pytest.raises(Interrupted):
+                ctx.backward(loss)
+            # Else it would be released as untrained, and the servers would silently lack its update.
+            assert lease_of(batch).acquired
+
+    with pytest.raises(FailedPreconditionError, match="batch 0 was not sent after Interrupted.*new context"):
+        run()
+    with exact_ctx() as ctx:
+        train(ctx, new_batch(1))
+
+
+def test_a_signal_while_the_queue_is_full_changes_no_row(
+    exact_ctx: Any, new_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with exact_ctx() as ctx:
+        train(ctx, new_batch(0))
+        batch = ctx.get_embedding_from_data(new_batch(0))
+        loss = ctx.forward(batch)[0].sum()
+        reference = batch.result.reference
+        before = ctx._pipeline.exact.pool(reference).slots[0].rows.copy()
+        with monkeypatch.context() as patched:
+            patched.setattr(sender_of(ctx)._queue, "_wait_for_room", interrupt)
+            with pytest.raises(Interrupted):
+                ctx.backward(loss)
+        assert not lease_of(batch).acquired
+        np.testing.assert_array_equal(ctx._pipeline.exact.pool(reference).slots[0].rows, before)
+        ctx.backward(ctx.forward(ctx.get_embedding_from_data(new_batch(0)))[0].sum())
+
+
+def test_an_update_that_is_refused_leaves_no_row_held(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any
+) -> None:
+    with exact_ctx() as ctx:
+        train(ctx, new_batch(0))
+        ctx.wait_for_gradients()
+        batch = ctx.get_embedding_from_data(new_batch(1))
+        wrong = [("a", np.ones((7, DIM), np.float32))]
+        with pytest.raises(InvalidArgumentError, match="the gradient of batch 0"):
+            sender_of(ctx).submit(lease_of(batch), wrong, scale=1.0)
+        assert held(cluster) == 0
+        train(ctx, new_batch(2))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_after_a_lost_update_a_new_context_trains(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any, monkeypatch: pytest.MonkeyPatch, nested: bool
+) -> None:
+    """`nested`: the contexts share a runtime."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UnavailableError("no worker")
+
+    def run() -> None:
+        with exact_ctx() as ctx:
+            batch = ctx.get_embedding_from_data(new_batch(0))
+            ahead = ctx.get_embedding_from_data(new_batch(1))
+            with monkeypatch.context() as patched:
+                patched.setattr(ClusterBackend, "_call_holder", refuse)
+                ctx.backward(ctx.forward(batch)[0].sum())
+                with pytest.raises(UnavailableError):
+                    ctx.wait_for_gradients()
+            with pytest.raises(UnavailableError, match="the gradient of batch 0"):
+                sender_of(ctx).submit(lease_of(ahead), [("a", None), ("b", None)], scale=1.0)
+            assert held(cluster) == 0
+
+    with eval_ctx(backend=cluster, slots=SLOTS) if nested else contextlib.nullcontext():
+        with pytest.raises(UnavailableError, match="the gradient of batch 0"):
+            run()
+        with exact_ctx() as ctx:
+            train(ctx, new_batch(0))
