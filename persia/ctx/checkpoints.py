@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from persia import env
 from persia.checkpoint.checkpoints import EXTRA_NAME, DumpRequest, Source, described
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
@@ -298,13 +299,15 @@ class CheckpointMethods:
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
         with self._other_rows():
-            blocking = blocking or self.runtime.backend.is_exact
+            blocking = blocking or self.runtime.backend.num_exact > 0
             self.runtime.checkpoints.load(source, blocking=blocking, **options)
 
     @contextlib.contextmanager
     def _other_rows(self) -> Iterator[None]:
         """While a load replaces the rows: no update may follow on the new ones."""
-        self._pipeline.wait_for_ends()
+        self._pipeline.wait_for_gradients()
+        if self.runtime.backend.num_exact > 0:  # a loop that was left has given batches up
+            self._pipeline.reaper.wait(env.get_deadline_s())
         with other_rows(self.runtime.backend, "a checkpoint was loaded"):
             yield
 
@@ -458,7 +461,7 @@ class TrainingCheckpointMethods(CheckpointMethods):
         missing = [] if self._rows_guard is None else self._rows_guard.missing()
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
         blocking = (
-            blocking or self.runtime.backend.is_exact
+            blocking or self.runtime.backend.num_exact > 0
         )  # else batches would have rows of before the load
         options |= {"train_config": config, "blocking": blocking and self.world_size == 1}
         with self._other_rows():  # on every rank, not on rank 0 alone

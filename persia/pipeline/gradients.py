@@ -316,7 +316,7 @@ class GradientSender:
     def _refuse(self, lease: BatchLease, failure: PersiaError) -> NoReturn:
         """Of a batch whose update is applied nowhere."""
         if self._exact is not None:  # its rows would stay held, which no other exact context can begin with
-            self._exact.end(lease.reference)
+            self._exact.drop(lease.reference)
         lease.release()
         self._forget(lease)
         self.counters.add(batches_failed=1)

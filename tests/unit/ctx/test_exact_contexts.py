@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from persia import _native
 from persia.config import parse_embedding_config
@@ -232,3 +233,53 @@ def test_after_a_lost_update_a_new_context_trains(
             run()
         with exact_ctx() as ctx:
             train(ctx, new_batch(0))
+
+
+def test_an_exact_context_does_not_begin_under_batches_of_another(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any
+) -> None:
+    with exact_ctx(consistency="hybrid") as outer:
+        train(outer, new_batch(0))
+        outer.wait_for_gradients()
+        ahead = outer.get_embedding_from_data(new_batch(1))
+        with pytest.raises(FailedPreconditionError, match="1 batches of another context are in flight"):
+            exact_ctx()
+        del ahead
+        outer._pipeline.reaper.wait(60)
+        with exact_ctx() as ctx:
+            assert cluster.num_exact == 1
+            train(ctx, new_batch(2))
+        assert cluster.num_exact == 0
+
+
+def test_a_batch_of_another_device_is_refused_if_it_is_trained(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any
+) -> None:
+    with exact_ctx() as ctx:
+        train(ctx, new_batch(0))
+        ctx.wait_for_gradients()
+        # As of get_embedding_from_data(batch, device_id=0), on a machine with a GPU.
+        with pytest.raises(InvalidArgumentError, match="the device meta: .* leave device_id out"):
+            ctx._pipeline.look_up(new_batch(1), torch.device("meta"))
+        ctx._pipeline.look_up(new_batch(1, requires_grad=False), torch.device("meta"))
+        assert held(cluster) == 0
+
+
+def test_a_batch_of_a_dead_worker_is_let_go(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with exact_ctx() as ctx:
+        train(ctx, new_batch(0))
+        ctx.wait_for_gradients()
+        batch = ctx.get_embedding_from_data(new_batch(1))
+        assert held(cluster) > 0
+
+        def refuse(*_: Any) -> None:
+            raise UnavailableError("dead")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(ClusterBackend, "_call_worker", refuse)
+            patched.setattr(ClusterBackend, "is_gone", lambda *_: True)
+            del batch
+            ctx._pipeline.reaper.wait(60)
+        assert held(cluster) == 0
