@@ -38,7 +38,7 @@ from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
 
-__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
+__all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
@@ -46,6 +46,9 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 _PROBE_S = 5.0
 
 _MAX_LOOKS = 32  # at workers, at a time
+
+# After an update that an exact context has applied, and the servers have not.
+NEW_CONTEXT = "begin a new context and load a checkpoint there"
 
 T = TypeVar("T")
 
@@ -285,7 +288,7 @@ class ClusterBackend(EmbeddingBackend):
         try:
             return self._call_holder(reference, call)
         except BaseException as failure:
-            self.client.fail_exact(reference, str(failure))  # an exact context has applied them already
+            self.client.fail_exact(reference, f"{failure}: {NEW_CONTEXT}")  # the rank has applied them
             raise
         finally:
             self._held.forget(reference)  # an error is final: gradients are not sent again

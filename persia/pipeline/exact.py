@@ -19,10 +19,9 @@ from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
 from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
 from persia.logger import get_default_logger
-from persia.pipeline.backend import ClusterBackend, EmbeddingBackend, SlotGradients
+from persia.pipeline.backend import NEW_CONTEXT, ClusterBackend, EmbeddingBackend, SlotGradients
 from persia.pipeline.staleness import served_slots
 
-NEW_CONTEXT = "begin a new context and load a checkpoint there"
 _SYNCHRONOUS = "use consistency='synchronous'"
 
 

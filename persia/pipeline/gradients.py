@@ -26,11 +26,11 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
-from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.backend import NEW_CONTEXT, EmbeddingBackend
 from persia.pipeline.batch import BatchGradients, PersiaTrainingBatch
 from persia.pipeline.counters import Counters
 from persia.pipeline.device_batch import OutgoingGradients
-from persia.pipeline.exact import NEW_CONTEXT, ExactCalls
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.lookup import BatchLease, with_batch_id
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 

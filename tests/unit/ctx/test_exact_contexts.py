@@ -224,6 +224,8 @@ def test_after_a_lost_update_a_new_context_trains(
                 ctx.backward(ctx.forward(batch)[0].sum())
                 with pytest.raises(UnavailableError):
                     ctx.wait_for_gradients()
+            with pytest.raises(FailedPreconditionError, match="an update was lost: no worker: begin a new"):
+                ctx.forward(ahead)
             with pytest.raises(UnavailableError, match="the gradient of batch 0"):
                 sender_of(ctx).submit(lease_of(ahead), [("a", None), ("b", None)], scale=1.0)
             assert held(cluster) == 0
