@@ -295,9 +295,12 @@ class GradientSender:
         except PersiaError as failure:  # of `_apply`, which has changed nothing
             self._refuse(item.lease, failure)
         except BaseException as failure:  # a signal's handler raised, or the queue was closed
+            self._forget(item.lease)
+            if self._exact is None and not isinstance(failure, QueueClosed):
+                item.lease.give_back()
+                raise
             # The rank may have applied it, so a release would leave the servers without this update.
             lost = f"the gradient of batch {item.lease.batch_id} was not sent after {failure!r}"
-            self._forget(item.lease)
             if self._exact is not None:
                 self._exact.fail(item.lease.reference, lost)
             self._done(item.lease, FailedPreconditionError(f"{lost}: {NEW_CONTEXT}"))
