@@ -96,16 +96,16 @@ class ExactCalls:
         """Updates the rows that the rank holds. The servers get the gradients by `return_gradients`."""
         self._backend.client.apply_exact(reference, gradients, scale=scale)
 
-    def fail(self, reference: BatchReference, what: str) -> None:
-        """The servers do not get an update that `apply` may have had: later calls raise `what`."""
-        self._backend.client.fail_exact(reference, f"{what}: {NEW_CONTEXT}")
-        self.drop(reference)
-
     def end(self) -> None:
         """Other contexts may train from now on. Idempotent."""
         if not self._has_ended:
             self._has_ended = True
             self._backend.num_exact -= 1
+
+    def fail(self, reference: BatchReference, what: str) -> None:
+        """The servers do not get an update that `apply` may have had: later calls raise `what`."""
+        self._backend.client.fail_exact(reference, f"{what}: {NEW_CONTEXT}")
+        self.drop(reference)
 
     def drop(self, reference: BatchReference) -> None:
         """The batch gets no gradients, although it was handed in."""
