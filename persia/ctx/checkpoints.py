@@ -302,12 +302,17 @@ class CheckpointMethods:
             blocking = blocking or self.runtime.backend.num_exact > 0
             self.runtime.checkpoints.load(source, blocking=blocking, **options)
 
+    def _wait_for_exact_batches(self) -> None:
+        """Without it, rows could not be set or loaded right after a loop, whose last batches end later."""
+        if self.runtime.backend.num_exact > 0:
+            self._pipeline.wait_for_gradients()
+            self._pipeline.reaper.wait(env.get_deadline_s())
+
     @contextlib.contextmanager
     def _other_rows(self) -> Iterator[None]:
         """While a load replaces the rows: no update may follow on the new ones."""
         self._pipeline.wait_for_gradients()
-        if self.runtime.backend.num_exact > 0:  # a loop that was left has given batches up
-            self._pipeline.reaper.wait(env.get_deadline_s())
+        self._wait_for_exact_batches()
         with other_rows(self.runtime.backend, "a checkpoint was loaded"):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,29 @@ def test_a_load_follows_a_loop_that_was_left(
                 break
         ctx.load_checkpoint(checkpoint)
         assert len(loads) == 1
+
+
+def test_rows_are_set_and_cleared_right_after_a_loop(
+    exact_ctx: Any, make_dataset: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_send, send = threading.Event(), ClusterBackend.return_gradients
+
+    def return_later(*arguments: Any, **options: Any) -> Any:
+        assert may_send.wait(60)
+        return send(*arguments, **options)
+
+    monkeypatch.setattr(ClusterBackend, "return_gradients", return_later)
+    with exact_ctx() as ctx:
+        for batch in DataLoader(make_dataset(40), embedding_staleness=8):
+            ctx.backward(ctx.forward(batch)[0].sum())
+            break
+        del batch
+        timer = threading.Timer(0.2, may_send.set)  # while the first call waits, or before it
+        timer.start()
+        ctx.set_embedding("a", np.arange(2, dtype=np.uint64), np.ones((2, DIM), np.float32))
+        ctx.clear_embeddings()
+        timer.join()
+        assert ctx.get_embedding_size() == [0]
 
 
 class Interrupted(BaseException):
