@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
+from persia import env
 from persia.checkpoint.checkpoints import EXTRA_NAME, DumpRequest, Source, described
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
@@ -32,6 +34,7 @@ from persia.job.embedded import read_slots
 from persia.job.lost_rows import RowsGuard
 from persia.job.runtime import JobRuntime
 from persia.logger import get_default_logger
+from persia.pipeline.exact import other_rows
 from persia.pipeline.position import DataPosition
 from persia.rows.beyond import warn_of_rows_beyond
 from persia.storage import dense
@@ -121,7 +124,7 @@ class CheckpointMethods:
         Returns the `extra` of the dump; None: it had none.
         Everything is checked before anything is replaced; NotFoundError, CorruptionError name the file.
         `blocking=False` returns once it is checked, and the dense model replaced; servers replace their rows
-        meanwhile, and `wait_for_load_embedding` raises what fails then.
+        meanwhile, and `wait_for_load_embedding` raises what fails then. With `consistency="exact"` it waits.
         `strict=False` accepts that slots were added or removed since.
         """
         states = {dense_filename: self._require_model()}
@@ -293,10 +296,25 @@ class CheckpointMethods:
     def _on_rank_0(self, work: Callable[[], None]) -> None:
         work()
 
-    def _load_embeddings(self, source: Source, **options: Any) -> None:
+    def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
         """`options`: those of `Checkpoints.load`."""
-        self._pipeline.wait_for_other_rows("a checkpoint was loaded")
-        self.runtime.checkpoints.load(source, **options)
+        with self._other_rows():
+            blocking = blocking or self.runtime.backend.num_exact > 0
+            self.runtime.checkpoints.load(source, blocking=blocking, **options)
+
+    def _wait_for_exact_batches(self) -> None:
+        """Without it, rows could not be set or loaded right after a loop, whose last batches end later."""
+        if self.runtime.backend.num_exact > 0:
+            self._pipeline.wait_for_gradients()
+            self._pipeline.reaper.wait(env.get_deadline_s())
+
+    @contextlib.contextmanager
+    def _other_rows(self) -> Iterator[None]:
+        """While a load replaces the rows: no update may follow on the new ones."""
+        self._pipeline.wait_for_gradients()
+        self._wait_for_exact_batches()
+        with other_rows(self.runtime.backend, "a checkpoint was loaded"):
+            yield
 
     def _require_model(self) -> torch.nn.Module:
         if self.model is None:
@@ -447,11 +465,14 @@ class TrainingCheckpointMethods(CheckpointMethods):
     def _load_embeddings(self, source: Source, *, blocking: bool = True, **options: Any) -> None:
         missing = [] if self._rows_guard is None else self._rows_guard.missing()
         config = self.embedding_optimizer.train_config(self.embedding_config).encode()
-        self._pipeline.wait_for_gradients()  # of every rank, not of rank 0 alone
+        blocking = (
+            blocking or self.runtime.backend.num_exact > 0
+        )  # else batches would have rows of before the load
         options |= {"train_config": config, "blocking": blocking and self.world_size == 1}
-        self._on_rank_0(partial(self.runtime.checkpoints.load, source, **options))
-        if blocking:
-            self.wait_for_load_embedding()
+        with self._other_rows():  # on every rank, not on rank 0 alone
+            self._on_rank_0(partial(self.runtime.checkpoints.load, source, **options))
+            if blocking:
+                self.wait_for_load_embedding()
         if self._rows_guard is not None:
             self._rows_guard.loaded(missing)
 

@@ -240,6 +240,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
 
     def clear_embeddings(self) -> None:
         """Removes all rows from all servers. Slots in the dense model keep theirs."""
+        self._wait_for_exact_batches()
         self.runtime.backend.clear()
 
     def set_embedding(self, slot: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
@@ -259,6 +260,7 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
         if slot in self._slots.dense_slots:
             self._require_dense_slots().set_rows(self._slots, slot, ids, rows)
         else:
+            self._wait_for_exact_batches()
             self.runtime.backend.set_slot_rows(self._slots, slot, ids, rows)
 
     def configure_embedding_parameter_servers(self, embedding_config: EmbeddingConfig) -> None:

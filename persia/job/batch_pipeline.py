@@ -216,12 +216,6 @@ class BatchPipeline:
     def count_received(self) -> None:
         self.counters.add(batches_received=1)
 
-    def wait_for_other_rows(self, what: str) -> None:
-        """Before `what` changes rows by other means than training: no update may follow on the new rows."""
-        self.wait_for_gradients()
-        if self.exact is not None:
-            self.exact.check_idle(what)
-
     def wait_for_gradients(self) -> None:
         """Returns once every gradient handed in so far is applied."""
         if self.gradients is not None:
@@ -302,6 +296,8 @@ class BatchPipeline:
         with ExitStack() as last:
             # In reverse: prefetchers first, as they start lookups; then gradients, which release leases; then
             # the reaper takes what is left. Each has its turn also where the one before it has failed.
+            if self.exact is not None:
+                last.callback(self.exact.end)
             last.callback(self.reaper.close, deadline_s)
             bounds = None if self._stream is None else self._bounds()  # while it knows what the loop holds
             if self.gradients is not None:

@@ -6,11 +6,12 @@ above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no cal
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
 
-__all__ = ["ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
+__all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
@@ -45,6 +46,9 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 _PROBE_S = 5.0
 
 _MAX_LOOKS = 32  # at workers, at a time
+
+# After an update that an exact context has applied, and the servers have not.
+NEW_CONTEXT = "begin a new context and load a checkpoint there"
 
 T = TypeVar("T")
 
@@ -60,6 +64,8 @@ class EmbeddingBackend:
 
     The client is the engine itself in an embedded job, and RPC to embedding workers in a cluster.
     """
+
+    num_exact = 0  # contexts that train by it with consistency="exact"
 
     def __init__(
         self,
@@ -191,6 +197,7 @@ class ClusterBackend(EmbeddingBackend):
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
+        self.count_in_flight = self._held.count
         self._abandoned = AbandonedBatches(
             self._seems_gone, lambda batch: self.client.release(batch, timeout_s=_PROBE_S), _PROBE_S
         )
@@ -270,11 +277,9 @@ class ClusterBackend(EmbeddingBackend):
         slots: int = ALL_SLOTS,
         as_rows: bool = False,
     ) -> LookupResult:
-        call = partial(super().lookup_direct, requires_grad=requires_grad, slots=slots, as_rows=as_rows)
-        result = self._call_any(partial(call, id_features))
-        if requires_grad:
-            self._held.keep(result.reference, id_features)
-        return result
+        form: dict[str, Any] = {"requires_grad": requires_grad, "slots": slots, "as_rows": as_rows}
+        call = partial(super().lookup_direct, id_features, **form)
+        return self.look_up_anywhere(id_features, call) if requires_grad else self._call_any(call)
 
     def return_gradients(
         self, reference: BatchReference, gradients: SlotGradients, *, scale: float
@@ -283,7 +288,7 @@ class ClusterBackend(EmbeddingBackend):
         try:
             return self._call_holder(reference, call)
         except BaseException as failure:
-            self.client.fail_exact(reference, str(failure))  # an exact context has applied them already
+            self.client.fail_exact(reference, f"{failure}: {NEW_CONTEXT}")  # the rank has applied them
             raise
         finally:
             self._held.forget(reference)  # an error is final: gradients are not sent again
@@ -295,6 +300,8 @@ class ClusterBackend(EmbeddingBackend):
         except (NotFoundError, UnavailableError):
             if not self.is_gone(current):  # a dead worker holds nothing
                 raise
+            with contextlib.suppress(PersiaError):
+                self.client.release(current, timeout_s=0.0)  # an exact context holds its rows
 
     def set_embeddings(self, signs: NDArray[np.uint64], rows: NDArray[np.float32]) -> None:
         self._call_any(partial(super().set_embeddings, signs, rows))

@@ -6,8 +6,9 @@ replays the rank's own updates on them. The embedding worker and servers get the
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -16,8 +17,9 @@ from persia import env
 from persia._native import BatchReference, LookupResult
 from persia.config import SlotsConfig
 from persia.config.slots_config import DENSE_MODE
-from persia.errors import FailedPreconditionError, InvalidArgumentError
-from persia.pipeline.backend import ClusterBackend, EmbeddingBackend, SlotGradients
+from persia.errors import FailedPreconditionError, InvalidArgumentError, PersiaError
+from persia.logger import get_default_logger
+from persia.pipeline.backend import NEW_CONTEXT, ClusterBackend, EmbeddingBackend, SlotGradients
 from persia.pipeline.staleness import served_slots
 
 _SYNCHRONOUS = "use consistency='synchronous'"
@@ -30,6 +32,7 @@ class ExactCalls:
         self._backend = backend
         self._deadline_s = env.get_deadline_s()
         self._turns = itertools.count()  # of workers, for batches without a reference
+        self._has_ended = False
 
     @classmethod
     def begin(
@@ -51,11 +54,7 @@ class ExactCalls:
         _check_slot_modes(backend.slot_modes)
         if not isinstance(backend, ClusterBackend):
             return None
-        if device is not None and device.type != "cpu":
-            raise InvalidArgumentError(
-                f"consistency='exact' with the device {device}: updates are replayed on the CPU: leave "
-                f"device_id out, or {_SYNCHRONOUS}"
-            )
+        _check_device(device)
         if slots is None:
             raise FailedPreconditionError(
                 "consistency='exact' needs the job's slots: give slots=... to the context, or set "
@@ -66,11 +65,17 @@ class ExactCalls:
                 "consistency='exact': PERSIA_EMBEDDING_CONFIG of this process has other slots than the "
                 "embedding workers: give both the same file"
             )
+        if num_batches := backend.count_in_flight():
+            raise FailedPreconditionError(
+                f"consistency='exact' while {num_batches} batches of another context are in flight, whose "
+                "updates the rank would not replay: end their loop before this context begins"
+            )
         backend.client.begin_exact(
             slots=slots.native_slots(),
             feature_index_prefix_bit=slots.feature_index_prefix_bit,
             served=served_slots(backend.slot_modes),
         )
+        backend.num_exact += 1
         return cls(backend)
 
     def look_up(self, reference: BatchReference | None, id_features: bytes | memoryview) -> LookupResult:
@@ -91,9 +96,53 @@ class ExactCalls:
         """Updates the rows that the rank holds. The servers get the gradients by `return_gradients`."""
         self._backend.client.apply_exact(reference, gradients, scale=scale)
 
-    def check_idle(self, what: str) -> None:
-        """FailedPreconditionError: `what` happens while batches are in flight."""
-        self._backend.client.check_exact_idle(what)
+    def end(self) -> None:
+        """Other contexts may train from now on. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._backend.num_exact -= 1
+
+    def fail(self, reference: BatchReference, what: str) -> None:
+        """The servers do not get an update that `apply` may have had: later calls raise `what`."""
+        self._backend.client.fail_exact(reference, f"{what}: {NEW_CONTEXT}")
+        self.drop(reference)
+
+    def drop(self, reference: BatchReference) -> None:
+        """The batch gets no gradients, although it was handed in."""
+        try:
+            self._backend.release(reference)
+        except PersiaError as failure:  # the worker lets the batch expire; the rank holds no rows of it
+            get_default_logger().warning("a batch was not released at its worker: %s", failure)
+
+
+@contextlib.contextmanager
+def other_rows(backend: EmbeddingBackend, what: str) -> Iterator[None]:
+    """While `what` changes rows by other means than training.
+
+    FailedPreconditionError: an exact context, which may be another one, has batches in flight.
+    """
+    if isinstance(backend, ClusterBackend):
+        backend.client.check_exact_idle(what)
+    yield
+
+
+def check_batch(requires_grad: bool, ahead: bool, device: torch.device | None) -> None:
+    """InvalidArgumentError: a batch that an exact context does not look up. `ahead`: of its loop."""
+    if ahead and not requires_grad:
+        raise InvalidArgumentError(
+            "requires_grad=False between the batches of consistency='exact' would be looked up "
+            "before earlier updates: look it up by get_embedding_from_data, or in eval_ctx()"
+        )
+    if requires_grad:
+        _check_device(device)
+
+
+def _check_device(device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        raise InvalidArgumentError(
+            f"consistency='exact' with the device {device}: updates are replayed on the CPU: leave "
+            f"device_id out, or {_SYNCHRONOUS}"
+        )
 
 
 def _check_slot_modes(slot_modes: Sequence[str]) -> None:

@@ -65,6 +65,10 @@ class HeldBatches:
         self._deadline_s = deadline_s
         self._batches: dict[tuple[int, int], _Held] = {}  # by each reference; single operations are atomic
 
+    def count(self) -> int:
+        """One that has moved counts for each worker that it was at."""
+        return len(self._batches)
+
     def keep(self, reference: BatchReference, id_features: bytes | memoryview) -> None:
         """The batch can be registered again until `forget`."""
         # A view of a message keeps its dense part, too, after the loop has dropped the batch.

@@ -13,6 +13,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
@@ -25,7 +26,7 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.observability.phases import BACKWARD, DENSE_STEP, HAND_IN, NO_BATCH
-from persia.pipeline.backend import EmbeddingBackend
+from persia.pipeline.backend import NEW_CONTEXT, EmbeddingBackend
 from persia.pipeline.batch import BatchGradients, PersiaTrainingBatch
 from persia.pipeline.counters import Counters
 from persia.pipeline.device_batch import OutgoingGradients
@@ -253,51 +254,82 @@ class GradientSender:
         if not lease.acquire():
             return
         try:
-            self._submit(lease, gradients, scale)
-        except PersiaError:
-            raise
+            failure = self._reserve(lease)
         except BaseException:  # a signal's handler raised, while this waited for room
-            with self._changed:
-                self._unacknowledged.discard(lease)
+            self._forget(lease)
             lease.give_back()
             raise
+        self.counters.add(gradients_submitted=1)
+        if failure is None:
+            self._hand_over(_Gradients(lease, gradients, scale))
+        else:
+            self._refuse(lease, failure)
 
-    def _submit(self, lease: BatchLease, gradients: BatchGradients, scale: float) -> None:
+    def _reserve(self, lease: BatchLease) -> PersiaError | None:
+        """Waits for room in both buffers, and takes it: nothing waits between an exact update and its queue.
+
+        Returns the first failure there was, and takes no room then.
+        """
         with self._changed:
             # Ends: every batch under way is acknowledged or fails by the backend's deadline.
             self._changed.wait_for(
                 lambda: self._failure or len(self._unacknowledged) < self._max_unacknowledged
             )
-            failure = self._failure
-            if failure is None:
-                self._unacknowledged.add(lease)
-        if failure is None and self._exact is not None:
-            failure = self._apply(self._exact, lease, gradients, scale)
-        self.counters.add(gradients_submitted=1)
-        if failure is not None:
-            self.counters.add(batches_failed=1)
-            lease.release()
-            raise failure
+            if self._failure is not None:
+                return self._failure
+            self._unacknowledged.add(lease)
         try:
-            self._queue.put(_Gradients(lease, gradients, scale))  # taken up by _run, on a gradient thread
+            self._queue.reserve(lease)
         except QueueClosed:
-            self._done(
-                lease, FailedPreconditionError(f"backward of batch {lease.batch_id}: the context has ended")
+            # Of a drain that ends with an error, it is the one to show.
+            return self._failure or FailedPreconditionError(
+                f"backward of batch {lease.batch_id}: the context has ended"
             )
+        return None
+
+    def _hand_over(self, item: _Gradients) -> None:
+        try:
+            if self._exact is not None:
+                self._apply(self._exact, item)
+            self._queue.put_reserved(item.lease, item)  # taken up by _run, on a gradient thread
+        except PersiaError as failure:  # of `_apply`, which has changed nothing
+            self._refuse(item.lease, failure)
+        except BaseException as failure:  # a signal's handler raised, or the queue was closed
+            self._forget(item.lease)
+            if self._exact is None and not isinstance(failure, QueueClosed):
+                item.lease.give_back()
+                raise
+            # The rank may have applied it, so a release would leave the servers without this update.
+            lost = f"the gradient of batch {item.lease.batch_id} was not sent after {failure!r}"
+            if self._exact is not None:
+                self._exact.fail(item.lease.reference, lost)
+            self._done(item.lease, FailedPreconditionError(f"{lost}: {NEW_CONTEXT}"))
+            if not isinstance(failure, QueueClosed):
+                raise
             self.check()
 
-    def _apply(
-        self, exact: ExactCalls, lease: BatchLease, gradients: BatchGradients, scale: float
-    ) -> PersiaError | None:
+    def _apply(self, exact: ExactCalls, item: _Gradients) -> None:
         """On the thread of the loop: the next batch is pooled from the rows after this update."""
-        assert not isinstance(gradients, OutgoingGradients), "exact contexts have no device"
+        assert not isinstance(item.gradients, OutgoingGradients), "exact contexts have no device"
         try:
-            exact.apply(lease.reference, gradients, scale)
+            exact.apply(item.lease.reference, item.gradients, item.scale)
         except PersiaError as failure:
-            with self._changed:
-                self._unacknowledged.discard(lease)
-            return with_batch_id(failure, "the gradient", lease.batch_id)
-        return None
+            raise with_batch_id(failure, "the gradient", item.lease.batch_id) from failure
+
+    def _refuse(self, lease: BatchLease, failure: PersiaError) -> NoReturn:
+        """Of a batch whose update is applied nowhere."""
+        if self._exact is not None:  # its rows would stay held, which no other exact context can begin with
+            self._exact.drop(lease.reference)
+        lease.release()
+        self._forget(lease)
+        self.counters.add(batches_failed=1)
+        raise failure
+
+    def _forget(self, lease: BatchLease) -> None:
+        self._queue.cancel(lease)
+        with self._changed:
+            self._unacknowledged.discard(lease)
+            self._changed.notify_all()
 
     def check(self) -> None:
         """Raises the first failure there was."""

@@ -25,7 +25,7 @@ import torch
 from persia import errors
 from persia._native import BatchReference, LookupResult, TracedBatch
 from persia.embedding.dense_codec import decode_dense
-from persia.errors import InternalError, InvalidArgumentError, PersiaError
+from persia.errors import DeadlineExceededError, InternalError, PersiaError
 from persia.logger import get_default_logger
 from persia.observability.phases import FORWARD_ERRORS, NO_BATCH
 from persia.pipeline.backend import EmbeddingBackend
@@ -33,7 +33,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.counters import Counters
 from persia.pipeline.dense_ids import DenseIdReader
 from persia.pipeline.device_batch import Lane
-from persia.pipeline.exact import ExactCalls
+from persia.pipeline.exact import ExactCalls, check_batch
 from persia.pipeline.source import PendingBatch
 from persia.pipeline.staleness import ALL_SLOTS, LookupStage
 
@@ -100,7 +100,7 @@ class LeaseReaper:
         self._counters = counters
         # SimpleQueue.put is reentrant: a finalizer may interrupt a thread that is inside it. It is not
         # bounded, but its items are: batches hold buffer places or permits until they are released.
-        self._queue: queue.SimpleQueue[BatchLease | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[BatchLease | threading.Event | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # never taken by a finalizer
         self._tracked: set[BatchLease] = set()
         self._thread = threading.Thread(target=self._run, name="persia-reaper", daemon=True)
@@ -121,6 +121,13 @@ class LeaseReaper:
         if lease.acquire():
             self._queue.put(lease)  # taken up by _run, on the reaper's thread
 
+    def wait(self, deadline_s: float) -> None:
+        """Returns once every batch that was given up so far is released. DeadlineExceededError."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        if self._thread.is_alive() and not reached.wait(deadline_s):
+            raise DeadlineExceededError(f"batches given up were not released within {deadline_s:g} s")
+
     def close(self, deadline_s: float) -> None:
         """Reaps every batch that is still owed a gradient, and waits until it is released. Idempotent."""
         with self._lock:
@@ -134,6 +141,9 @@ class LeaseReaper:
 
     def _run(self) -> None:
         while (lease := self._queue.get()) is not None:
+            if isinstance(lease, threading.Event):
+                lease.set()
+                continue
             try:
                 self._backend.release(lease.reference)
             except Exception as failure:
@@ -212,11 +222,8 @@ class LookupService:
         # Evaluations see all slots as they are now: modes bound the distance to updates, and they make none.
         slots = self.first if requires_grad else self.served
         try:
-            if self.exact is not None and self.ahead and not requires_grad:
-                raise InvalidArgumentError(
-                    "requires_grad=False between the batches of consistency='exact' would be looked up "
-                    "before earlier updates: look it up by get_embedding_from_data, or in eval_ctx()"
-                )
+            if self.exact is not None:
+                check_batch(requires_grad, self.ahead, self.device)
             dense = decode_dense(pending.dense)
             dense_ids = {} if self.dense_ids is None else self.dense_ids.read(pending.id_features)
             # The native client tags its spans with this thread-local number, which connects them to those of

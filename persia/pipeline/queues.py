@@ -43,6 +43,7 @@ class BoundedQueue(Generic[T]):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: deque[T] = deque()
+        self._reserved: set[object] = set()
         self._closed = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
@@ -53,11 +54,37 @@ class BoundedQueue(Generic[T]):
     def put(self, item: T) -> None:
         """Waits for room. Raises QueueClosed when the queue is closed or failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
+            self._wait_for_room()
+            self._items.append(item)
+            self._changed.notify_all()
+
+    def reserve(self, key: object) -> None:
+        """Waits for room, and keeps it until `put_reserved` or `cancel`. Raises QueueClosed like `put`."""
+        with self._changed:
+            self._wait_for_room()
+            self._reserved.add(key)
+
+    def put_reserved(self, key: object, item: T) -> None:
+        """`put`, without a wait."""
+        with self._changed:
+            self._reserved.discard(key)
             if self._closed:
                 raise QueueClosed
             self._items.append(item)
             self._changed.notify_all()
+
+    def cancel(self, key: object) -> None:
+        """Gives the room of a `reserve` back, if there was one."""
+        with self._changed:
+            self._reserved.discard(key)
+            self._changed.notify_all()
+
+    def _wait_for_room(self) -> None:
+        self._changed.wait_for(
+            lambda: self._closed or len(self._items) + len(self._reserved) < self._capacity
+        )
+        if self._closed:
+            raise QueueClosed
 
     def get(self, timeout_s: float | None = None) -> T:
         """The oldest item. After `fail` raises that failure at once, after `close` QueueClosed once empty."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .test_failures import await_output
+from .test_standby import await_log, await_standbys
 
 PATIENT = {"PERSIA_DEADLINE_SEC": "100"}
 BATCHES = 24
@@ -62,3 +65,25 @@ def test_a_server_that_is_started_again_ends_the_training(start_job: Any, tmp_pa
     (report,) = job.reports
     assert report["error"].startswith("FailedPreconditionError"), report["error"]
     assert "started again" in report["error"]
+
+
+@pytest.mark.timeout(600)
+def test_a_standby_that_takes_over_ends_the_training(start_job: Any, tmp_path: Path) -> None:
+    """The rank cannot tell it from a server that has lost its rows."""
+    gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
+    config = {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 2, "standbys": 1}}
+    job = start_job(
+        *(*EXACT, "--staleness", "8", *gate),
+        loaders=[["--batches", "3000"]],
+        env=PATIENT,
+        global_config=config,
+        parameter_servers=2,
+    )
+    await_standbys(job)
+    await_output(job.nn_worker, "batch 11")
+    job.cluster.kill("embedding-parameter-server-0")
+    await_log(job, "embedding-parameter-server-0-standby", "its standby takes over")
+    (tmp_path / "gate").touch()
+    assert job.finish_nn_worker() != 0
+    (report,) = job.reports
+    assert "started again" in report["error"], report["error"]

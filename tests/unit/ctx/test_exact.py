@@ -176,6 +176,7 @@ class Remote(ClusterBackend):
 
     def __init__(self, schema: str = "", slot_modes: tuple[str, ...] = ("",)) -> None:
         self.schema, self.slot_modes = schema, slot_modes
+        self.count_in_flight = lambda: 0
 
 
 def test_what_is_not_exact_is_refused_with_a_remedy(backend: EmbeddingBackend) -> None:

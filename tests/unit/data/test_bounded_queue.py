@@ -64,3 +64,26 @@ def test_close_wakes_a_blocked_producer() -> None:
 def test_get_gives_up_in_time() -> None:
     with pytest.raises(DeadlineExceededError):
         BoundedQueue[int](1).get(timeout_s=0.01)
+
+
+def test_reserved_room_is_kept_until_it_is_used_or_given_back() -> None:
+    queue: BoundedQueue[int] = BoundedQueue(1)
+    queue.reserve("first")
+    waiting = threading.Thread(target=queue.put, args=(2,))
+    waiting.start()
+    queue.put_reserved("first", 1)  # never waits
+    assert [queue.get(60), queue.get(60)] == [1, 2]
+    waiting.join(60)
+    queue.reserve("second")
+    waiting = threading.Thread(target=queue.put, args=(3,))
+    waiting.start()
+    queue.cancel("second")
+    queue.cancel("second")
+    assert queue.get(60) == 3
+    waiting.join(60)
+    queue.reserve("third")
+    queue.close()
+    with pytest.raises(QueueClosed):
+        queue.put_reserved("third", 4)
+    with pytest.raises(QueueClosed):
+        queue.reserve("fourth")

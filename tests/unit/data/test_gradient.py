@@ -154,14 +154,15 @@ def test_batch_that_was_given_up_is_not_returned(fake_backend: Any) -> None:
     assert fake_backend.returned == []
 
 
+@pytest.mark.parametrize("step", ["_wait_for_room", "put_reserved"])
 def test_interrupted_submit_leaves_the_batch_to_be_released(
-    fake_backend: Any, monkeypatch: pytest.MonkeyPatch
+    fake_backend: Any, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    def interrupt(job: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     returner = make(fake_backend, Counters())
-    monkeypatch.setattr(returner._queue, "put", interrupt)
+    monkeypatch.setattr(returner._queue, step, interrupt)
     interrupted = lease(3)
     with pytest.raises(KeyboardInterrupt):
         returner.submit(interrupted, [], scale=1.0)
