@@ -302,6 +302,8 @@ class BatchPipeline:
         with ExitStack() as last:
             # In reverse: prefetchers first, as they start lookups; then gradients, which release leases; then
             # the reaper takes what is left. Each has its turn also where the one before it has failed.
+            if self.exact is not None:
+                last.callback(self.exact.end)
             last.callback(self.reaper.close, deadline_s)
             bounds = None if self._stream is None else self._bounds()  # while it knows what the loop holds
             if self.gradients is not None:

@@ -30,6 +30,7 @@ class ExactCalls:
         self._backend = backend
         self._deadline_s = env.get_deadline_s()
         self._turns = itertools.count()  # of workers, for batches without a reference
+        self._has_ended = False
 
     @classmethod
     def begin(
@@ -90,6 +91,12 @@ class ExactCalls:
     def apply(self, reference: BatchReference, gradients: SlotGradients, scale: float) -> None:
         """Updates the rows that the rank holds. The servers get the gradients by `return_gradients`."""
         self._backend.client.apply_exact(reference, gradients, scale=scale)
+
+    def end(self) -> None:
+        """Other contexts may train from now on. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._backend.client.end_exact()
 
     def check_idle(self, what: str) -> None:
         """FailedPreconditionError: `what` happens while batches are in flight."""
