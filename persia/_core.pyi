@@ -622,6 +622,13 @@ class EmbeddingClient:
     ) -> None: ...
     def clear(self, *, timeout_s: float = 60.0) -> None: ...
     def sizes(self, *, timeout_s: float = 60.0) -> list[int]: ...  # rows per parameter server
+    def other_rows(self, what: str) -> OtherRows: ...
+
+class OtherRows:
+    """While rows are set, cleared or loaded: lookups of an exact context wait."""
+
+    def __enter__(self) -> None: ...  # FailedPreconditionError: such a context has batches in flight
+    def __exit__(self, *failure: object) -> None: ...
 
 class RemoteClient(EmbeddingClient):
     def __init__(
@@ -640,6 +647,7 @@ class RemoteClient(EmbeddingClient):
     def begin_exact(
         self, *, slots: Sequence[SlotConfig], feature_index_prefix_bit: int, served: int = 0
     ) -> None: ...
+    def end_exact(self) -> None: ...  # for each begin_exact; until then other calls that train are refused
     def lookup_whole(
         self, reference: BatchReference, id_features: Buffer, *, timeout_s: float = 60.0
     ) -> LookupResult: ...  # of a reference 0, a direct lookup; all slots are absent
@@ -651,7 +659,6 @@ class RemoteClient(EmbeddingClient):
         *,
         scale: float = 1.0,
     ) -> None: ...
-    def check_exact_idle(self, what: str) -> None: ...
     def fail_exact(self, reference: BatchReference, what: str) -> None: ...
     # (name, is_counter, help, value); empty without an exact context
     def exact_metrics(self) -> list[tuple[str, bool, str, float]]: ...

@@ -157,13 +157,15 @@ class EmbeddingBackend:
     ) -> None:
         """Writes rows [n, dim] of `ids` [n] of a slot. InvalidArgumentError: another shape."""
         signs, values = slot_signs(slots, name, ids), checked_rows(slots, name, ids, rows)
-        for begin in range(0, len(signs), _ROWS_AT_A_TIME):
-            block = slice(begin, begin + _ROWS_AT_A_TIME)
-            self.set_embeddings(signs[block], values[block])
+        with self._client.other_rows("rows were set"):
+            for begin in range(0, len(signs), _ROWS_AT_A_TIME):
+                block = slice(begin, begin + _ROWS_AT_A_TIME)
+                self.set_embeddings(signs[block], values[block])
 
     def clear(self) -> None:
         """Removes all rows from all servers."""
-        self._client.clear(timeout_s=self._deadline_s)
+        with self._client.other_rows("rows were cleared"):  # also between tries
+            self._client.clear(timeout_s=self._deadline_s)
 
     def sizes(self) -> list[int]:
         """Rows per parameter server."""

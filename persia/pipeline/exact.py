@@ -101,6 +101,7 @@ class ExactCalls:
         if not self._has_ended:
             self._has_ended = True
             self._backend.num_exact -= 1
+            self._backend.client.end_exact()
 
     def fail(self, reference: BatchReference, what: str) -> None:
         """The servers do not get an update that `apply` may have had: later calls raise `what`."""
@@ -122,8 +123,10 @@ def other_rows(backend: EmbeddingBackend, what: str) -> Iterator[None]:
     FailedPreconditionError: an exact context, which may be another one, has batches in flight.
     """
     if isinstance(backend, ClusterBackend):
-        backend.client.check_exact_idle(what)
-    yield
+        with backend.client.other_rows(what):
+            yield
+    else:
+        yield
 
 
 def check_batch(requires_grad: bool, ahead: bool, device: torch.device | None) -> None:

@@ -136,6 +136,12 @@ std::shared_ptr<EmbeddedClient> MakeEmbedded(std::vector<worker::SlotConfig> slo
       WithoutGil([&] { return EmbeddedClient::Create(std::move(options), store, tier); }));
 }
 
+// A with block: EmbeddingClient::BeginOtherRows.
+struct OtherRows {
+  std::shared_ptr<EmbeddingClient> client;
+  std::string what;
+};
+
 BatchReference RegisterBatch(EmbeddedClient& self, uint32_t loader_index,
                              const py::buffer& id_features) {
   const BytesArgument message(id_features, "id_features");
@@ -158,16 +164,16 @@ void BindImplementations(py::module_& module) {
       .def("drop_worker", Blocking(&RemoteClient::DropWorker), py::arg("index"))
       .def("begin_exact", &BeginExact, py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("served") = client::kAllSlots)
+      .def("end_exact", Blocking(&RemoteClient::EndExact))
       .def("lookup_whole", &LookupWhole, py::arg("reference"), py::arg("id_features"),
            py::kw_only(), py::arg("timeout_s") = 60.0)
       .def("pool_exact", Blocking(&RemoteClient::PoolExact), py::arg("reference"))
       .def("apply_exact", &ApplyExact, py::arg("reference"), py::arg("gradients"), py::kw_only(),
            py::arg("scale") = 1.0)
-      .def("check_exact_idle", Blocking(&RemoteClient::CheckExactIdle), py::arg("what"))
       .def("fail_exact", Blocking(&RemoteClient::FailExact), py::arg("reference"), py::arg("what"))
       .def("exact_metrics",
            [](RemoteClient& self) {
-             const auto* rows = self.exact_rows();
+             const auto rows = self.exact_rows();
              return MetricsToList(rows == nullptr ? Metrics() : rows->metrics());
            })
       .def("durations", [](RemoteClient& self) { return DurationsToDict(self.durations()); });
@@ -210,7 +216,21 @@ void BindClient(py::module_& module) {
       .def("set_embeddings", &SetEmbeddings, py::arg("signs"), py::arg("rows"), py::kw_only(),
            timeout)
       .def("clear", Blocking(&EmbeddingClient::Clear), py::kw_only(), timeout)
-      .def("sizes", Blocking(&EmbeddingClient::Sizes), py::kw_only(), timeout);
+      .def("sizes", Blocking(&EmbeddingClient::Sizes), py::kw_only(), timeout)
+      .def(
+          "other_rows",
+          [](std::shared_ptr<EmbeddingClient> self, std::string what) {
+            return OtherRows{std::move(self), std::move(what)};
+          },
+          py::arg("what"));
+  py::class_<OtherRows>(module, "OtherRows")
+      .def("__enter__",
+           [](const OtherRows& self) {
+             RaiseIfError(WithoutGil([&] { return self.client->BeginOtherRows(self.what); }));
+           })
+      .def("__exit__", [](const OtherRows& self, const py::args&) {
+        WithoutGil([&] { self.client->EndOtherRows(); });
+      });
   BindImplementations(module);
 }
 

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/status.h"
@@ -56,6 +57,10 @@ class EmbeddingClient {
   virtual Status SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
                                std::span<const float> rows, Deadline deadline) = 0;
   virtual Status Clear(Deadline deadline) = 0;
+  // Between the two, rows may be set, cleared or loaded, and lookups of an exact context wait.
+  // kFailedPrecondition: `what` would happen while such a context has batches in flight.
+  virtual Status BeginOtherRows(const std::string& /*what*/) { return Status::Ok(); }
+  virtual void EndOtherRows() {}
   // Rows per parameter server.
   virtual StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) = 0;
 };

@@ -10,25 +10,41 @@ namespace persia::client {
 Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
   if (dtype_ != worker::WireDtype::kFloat32) {
     return InvalidArgument(
-        "consistency='exact' with 16 bits a float on the wire: set PERSIA_WIRE_DTYPE to float32, "
-        "or "
+        "consistency='exact' with 16 bits a float on the wire: set PERSIA_WIRE_DTYPE to float32, or "
         "use another mode");
   }
-  if (exact_ != nullptr) return exact_.load()->CheckIdle("an exact context was begun");
-  exact_rows_ = std::move(rows);
-  exact_ = exact_rows_.get();
+  const std::lock_guard lock(exact_mutex_);
+  if (num_exact_ > 0) PERSIA_RETURN_IF_ERROR(exact_->CheckIdle("an exact context was begun"));
+  if (num_exact_++ == 0) exact_ = std::move(rows);
   return Status::Ok();
+}
+
+void RemoteClient::EndExact() {
+  const std::lock_guard lock(exact_mutex_);
+  if (num_exact_ > 0) --num_exact_;
+}
+
+std::shared_ptr<ExactRows> RemoteClient::Exact() const {
+  const std::lock_guard lock(exact_mutex_);
+  return num_exact_ > 0 ? exact_ : nullptr;
+}
+
+std::shared_ptr<const ExactRows> RemoteClient::exact_rows() const {
+  const std::lock_guard lock(exact_mutex_);
+  return exact_;
 }
 
 StatusOr<LookupResult> RemoteClient::LookupWhole(const BatchReference& reference,
                                                  std::span<const std::byte> id_features,
                                                  Deadline deadline) {
-  if (exact_ == nullptr) return FailedPrecondition("BeginExact comes before LookupWhole");
+  const auto exact = Exact();
+  if (exact == nullptr) return FailedPrecondition("BeginExact comes before LookupWhole");
   const Timed total(lookup_times_, reference.reference);
-  ExactRows& rows = *exact_.load();
+  ExactRows& rows = *exact;
   worker::LookupWholeRequest request;
   request.key = reference;
-  PERSIA_ASSIGN_OR_RETURN(const ExactRows::BatchPtr batch, rows.Begin(id_features, &request));
+  PERSIA_ASSIGN_OR_RETURN(const ExactRows::BatchPtr batch,
+                          rows.Begin(id_features, &request, deadline));
   uint32_t worker_index = reference.worker_index;
   if (reference.reference == 0) {
     const auto links = workers_.Active();
@@ -49,34 +65,41 @@ StatusOr<LookupResult> RemoteClient::LookupWhole(const BatchReference& reference
 }
 
 StatusOr<LookupResult> RemoteClient::PoolExact(const BatchReference& reference) {
-  if (exact_ == nullptr) return FailedPrecondition("BeginExact comes before PoolExact");
-  return exact_.load()->Pool(reference);
+  if (const auto exact = Exact()) return exact->Pool(reference);
+  return FailedPrecondition("BeginExact comes before PoolExact");
 }
 
 Status RemoteClient::ApplyExact(const BatchReference& reference, float scale,
                                 std::span<const SlotGradient> gradients) {
-  if (exact_ == nullptr) return FailedPrecondition("BeginExact comes before ApplyExact");
-  return exact_.load()->Apply(reference, scale, gradients);
+  if (const auto exact = Exact()) return exact->Apply(reference, scale, gradients);
+  return FailedPrecondition("BeginExact comes before ApplyExact");
 }
 
 void RemoteClient::FailExact(const BatchReference& reference, const std::string& what) {
-  if (exact_ != nullptr) {
-    exact_.load()->Fail(reference, FailedPrecondition("an update was lost: ", what));
+  if (const auto exact = Exact()) {
+    exact->Fail(reference, FailedPrecondition("an update was lost: ", what));
   }
 }
 
-Status RemoteClient::CheckExactIdle(const std::string& what) const {
-  return exact_ == nullptr ? Status::Ok() : exact_.load()->CheckIdle(what.c_str());
+Status RemoteClient::BeginOtherRows(const std::string& what) {
+  const auto exact = Exact();
+  return exact == nullptr ? Status::Ok() : exact->BeginOtherRows(what.c_str());
 }
 
-StatusOr<ReturnReport> RemoteClient::ReturnInOrder(const BatchReference& reference, float scale,
+void RemoteClient::EndOtherRows() {
+  if (const auto exact = Exact()) exact->EndOtherRows();
+}
+
+StatusOr<ReturnReport> RemoteClient::ReturnInOrder(ExactRows& rows, const BatchReference& reference,
+                                                   float scale,
                                                    std::span<const SlotGradient> gradients,
                                                    Deadline deadline) {
-  ExactRows& rows = *exact_.load();
+  // Before the wait for earlier updates, in which a dead worker may be forgotten: its channel then
+  // says that the worker has gone, and the batch moves to another one.
+  PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   PERSIA_ASSIGN_OR_RETURN(ExactRows::Outgoing outgoing,
                           rows.PrepareReturn(reference, gradients, deadline));
   const Timed timed(return_times_, reference.reference);
-  PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
   worker::OrderedGradientsRequest request{
       outgoing.after, {reference, scale, dtype_, std::move(outgoing.gradients), {}}};
   auto report = net::Call(*channel, worker::kReturnInOrder, std::move(request), deadline);
@@ -84,9 +107,15 @@ StatusOr<ReturnReport> RemoteClient::ReturnInOrder(const BatchReference& referen
   return report;
 }
 
-Status RemoteClient::WaitApplied(bool requires_grad, Deadline deadline) {
-  if (requires_grad || exact_ == nullptr) return Status::Ok();
-  return exact_.load()->WaitApplied(deadline);
+Status RemoteClient::AwaitExact(bool requires_grad, bool trains, Deadline deadline) const {
+  const auto exact = Exact();
+  if (exact == nullptr) return Status::Ok();
+  if (trains) {
+    return FailedPrecondition(
+        "a training lookup beside consistency='exact', whose held rows would miss its update: end "
+        "the exact context first, or look up without gradients");
+  }
+  return requires_grad ? Status::Ok() : exact->WaitApplied(deadline);
 }
 
 }  // namespace persia::client

@@ -85,12 +85,19 @@ Status ExactRows::Configure(const TrainConfig& config) {
   PERSIA_RETURN_IF_ERROR(store::CheckReplayable(full));
   auto policies = std::make_shared<const store::RowPolicies>(full);
   const std::lock_guard lock(mutex_);
+  config_ = config;
   policies_ = std::move(policies);
   return Status::Ok();
 }
 
+bool ExactRows::HasConfig(const TrainConfig& config) const {
+  const std::lock_guard lock(mutex_);
+  return policies_ != nullptr && config_ == config;
+}
+
 StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_features,
-                                               worker::LookupWholeRequest* request) {
+                                               worker::LookupWholeRequest* request,
+                                               worker::Deadline deadline) {
   Buffer bytes(id_features.size());
   if (!id_features.empty()) std::memcpy(bytes.data(), id_features.data(), id_features.size());
   PERSIA_ASSIGN_OR_RETURN(const auto features,
@@ -101,7 +108,10 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
   const uint32_t num_signs = batch->plan.num_signs();
   batch->cells.assign(num_signs, store::RowSlabs::kNoCell);
   batch->wanted.assign((num_signs + 63) / 64, 0);
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  if (!changed_.wait_until(lock, deadline, [&] { return num_other_rows_ == 0; })) {
+    return DeadlineExceeded("rows are still being set, cleared or loaded");
+  }
   PERSIA_RETURN_IF_ERROR(status_);
   if (policies_ == nullptr) return FailedPrecondition("the embedding optimizer is not configured");
   batch->number = next_number_++;
@@ -133,8 +143,12 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
     EndLookup(*batch);
     return status;
   }
-  batch->references.push_back({answer.key, worker_index});
-  batches_[{answer.key.worker_incarnation, answer.key.reference}] = batch;
+  // Under its first name, too: that is the one by which the batch moves again.
+  if (const auto moved = moved_.find(KeyOf(answer.key)); moved != moved_.end()) {
+    AddName(batch, moved->second);
+    moved_.erase(moved);
+  }
+  AddName(batch, {answer.key, worker_index});
   EndLookup(*batch);
   return AbsentSlots(batch->plan, batch->references.back());
 }
@@ -154,7 +168,7 @@ Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
       return status_ = FailedPrecondition(
                  "parameter server ", i,
                  " was started again while consistency='exact' held rows of ", batches_.size(),
-                 " batches in flight: load a checkpoint and begin a new loop");
+                 " batches in flight: load a checkpoint and begin a new context");
     }
     incarnations_[i] = incarnations[i];
   }
@@ -220,24 +234,26 @@ void ExactRows::Abandon(const BatchPtr& batch) {
 
 void ExactRows::Rename(const BatchReference& from, const BatchReference& to) {
   const std::lock_guard lock(mutex_);
-  const auto found = batches_.find({from.worker_incarnation, from.reference});
-  if (found == batches_.end()) return;
-  const BatchPtr batch = found->second;
-  batch->references.push_back(to);
-  batches_[{to.worker_incarnation, to.reference}] = batch;
+  const auto found = batches_.find(KeyOf(from));
+  if (found == batches_.end()) {
+    std::erase_if(moved_, [&](const auto& move) { return KeyOf(move.second) == KeyOf(from); });
+    moved_[KeyOf(to)] = from;
+    return;
+  }
+  AddName(BatchPtr(found->second), to);
   changed_.notify_all();
+}
+
+void ExactRows::AddName(const BatchPtr& batch, const BatchReference& name) {
+  batch->references.push_back(name);
+  batches_[KeyOf(name)] = batch;
 }
 
 StatusOr<ExactRows::BatchPtr> ExactRows::Find(const BatchReference& reference) const {
   PERSIA_RETURN_IF_ERROR(status_);
-  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  const auto found = batches_.find(KeyOf(reference));
   if (found != batches_.end()) return found->second;
   return NotFound("batch ", reference.reference, " is not among the batches in flight");
-}
-
-bool ExactRows::Has(const BatchReference& reference) const {
-  const std::lock_guard lock(mutex_);
-  return batches_.contains({reference.worker_incarnation, reference.reference});
 }
 
 // With the worker's own functions: the same bits.
@@ -304,6 +320,12 @@ StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& ref
                                                        worker::Deadline deadline) {
   Outgoing outgoing{.after = {}, .gradients = {gradients.begin(), gradients.end()}, .batch = {}};
   std::unique_lock lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(status_);
+  if (!batches_.contains(KeyOf(reference))) {
+    return FailedPrecondition("gradients of batch ", reference.reference,
+                              ", which consistency='exact' does not hold: it was looked up in "
+                              "another context, or has ended; train one context at a time");
+  }
   PERSIA_ASSIGN_OR_RETURN(outgoing.batch, Find(reference));
   const Batch& batch = *outgoing.batch;
   if (batch.update == 0) return FailedPrecondition("the update was not applied at the rank first");
@@ -329,7 +351,7 @@ StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& ref
 
 Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnReport& report) {
   const std::lock_guard lock(mutex_);
-  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  const auto found = batches_.find(KeyOf(reference));
   if (found == batches_.end()) return status_;
   const BatchPtr batch = found->second;
   if (report.update.num_missing > 0) {
@@ -337,7 +359,7 @@ Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnRe
         FailedPrecondition("parameter servers had no row for ", report.update.num_missing,
                            " gradients of batch ", reference.reference,
                            ", which consistency='exact' has replayed: they were started again, or "
-                           "evict rows; load a checkpoint and begin a new loop");
+                           "evict rows; load a checkpoint and begin a new context");
   }
   const Status status = status_;
   EndLocked(batch);
@@ -346,23 +368,37 @@ Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnRe
 
 void ExactRows::Fail(const BatchReference& reference, const Status& status) {
   const std::lock_guard lock(mutex_);
-  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
+  const auto found = batches_.find(KeyOf(reference));
   if (found == batches_.end()) return;
   if (status_.ok()) status_ = status;
   const BatchPtr batch = found->second;
   EndLocked(batch);
 }
 
-void ExactRows::End(const BatchReference& reference) {
+// By a name of before it is only a copy at a worker that had seemed dead which ends.
+Status ExactRows::End(const BatchReference& reference) {
   const std::lock_guard lock(mutex_);
-  const auto found = batches_.find({reference.worker_incarnation, reference.reference});
-  if (found != batches_.end()) EndLocked(BatchPtr(found->second));
+  moved_.erase(KeyOf(reference));
+  const auto found = batches_.find(KeyOf(reference));
+  if (found == batches_.end()) return Status::Ok();
+  const BatchPtr batch = found->second;
+  if (KeyOf(batch->references.back()) != KeyOf(reference)) return Status::Ok();
+  Status lost = Status::Ok();
+  if (status_.ok() && unacknowledged_.contains(batch->update)) {
+    lost = FailedPrecondition("batch ", reference.reference,
+                              " was given up after consistency='exact' had replayed its update, "
+                              "which the servers do not get: load a checkpoint and begin a new "
+                              "context");
+    status_ = lost;
+  }
+  EndLocked(batch);
+  return lost;
 }
 
 void ExactRows::EndLocked(const BatchPtr& batch) {
   unacknowledged_.erase(batch->update);
   for (const BatchReference& name : batch->references) {
-    batches_.erase({name.worker_incarnation, name.reference});
+    batches_.erase(KeyOf(name));
   }
   ended_.emplace_back(next_number_, batch);
   Drain();
@@ -402,9 +438,28 @@ Status ExactRows::WaitApplied(worker::Deadline deadline) {
 
 Status ExactRows::CheckIdle(const char* what) const {
   const std::lock_guard lock(mutex_);
-  if (batches_.empty()) return Status::Ok();
-  return FailedPrecondition(what, " while consistency='exact' holds rows of ", batches_.size(),
-                            " batches in flight: do it before the loop or after it");
+  return CheckIdleLocked(what);
+}
+
+// A lookup under way, too, may have rows of before in its answer.
+Status ExactRows::CheckIdleLocked(const char* what) const {
+  if (batches_.empty() && looking_up_.empty() && index_.size() == 0) return Status::Ok();
+  return FailedPrecondition(what, " while consistency='exact' holds ", index_.size(), " rows of ",
+                            batches_.size(), " batches in flight, and looks up ",
+                            looking_up_.size(), ": do it before the loop or after it");
+}
+
+Status ExactRows::BeginOtherRows(const char* what) {
+  const std::lock_guard lock(mutex_);
+  PERSIA_RETURN_IF_ERROR(CheckIdleLocked(what));
+  ++num_other_rows_;
+  return Status::Ok();
+}
+
+void ExactRows::EndOtherRows() {
+  const std::lock_guard lock(mutex_);
+  if (num_other_rows_ > 0) --num_other_rows_;
+  changed_.notify_all();
 }
 
 Metrics ExactRows::metrics() const {

@@ -50,20 +50,23 @@ class ExactRows {
                                                      std::vector<worker::SlotConfig> slots,
                                                      worker::SlotMask served);
 
-  // The config that the servers have. Call WaitApplied() before they get it.
+  // The config that the servers have. Call WaitApplied() before they get another one.
   // kFailedPrecondition: as store::CheckReplayable().
   Status Configure(const TrainConfig& config);
+  bool HasConfig(const TrainConfig& config) const;
 
-  // Plans a batch and decides which of its rows to ask for: `request` then views the batch.
+  // Plans a batch and decides which of its rows to ask for: `request` then views the batch. Waits
+  // for EndOtherRows().
   StatusOr<BatchPtr> Begin(std::span<const std::byte> id_features,
-                           worker::LookupWholeRequest* request);
+                           worker::LookupWholeRequest* request, worker::Deadline deadline);
   // Takes the answer over. The result has the batch's slots, all absent. kFailedPrecondition: a
   // server has restarted while rows are held.
   StatusOr<worker::LookupResult> Arrive(const BatchPtr& batch, uint32_t worker_index,
                                         const worker::WholeRows& answer);
   // Instead of Arrive(): the lookup has failed.
   void Abandon(const BatchPtr& batch);
-  // The batch is held by another worker now.
+  // The batch is held by another worker now. Its lookup may have failed at the one before, and
+  // follow at the new one.
   void Rename(const worker::BatchReference& from, const worker::BatchReference& to);
 
   // The embeddings with all updates applied so far. kNotFound: the batch is not held.
@@ -72,13 +75,13 @@ class ExactRows {
   Status Apply(const worker::BatchReference& reference, float scale,
                std::span<const worker::SlotGradient> gradients);
 
-  bool Has(const worker::BatchReference& reference) const;
   struct Outgoing {
     BatchKey after;
     std::vector<worker::SlotGradient> gradients;  // sums where slots permit; in the batch
     BatchPtr batch;
   };
-  // What to send for a batch that was applied, once it may be sent.
+  // What to send for a batch that was applied, once it may be sent. kFailedPrecondition: the batch
+  // is not held.
   StatusOr<Outgoing> PrepareReturn(const worker::BatchReference& reference,
                                    std::span<const worker::SlotGradient> gradients,
                                    worker::Deadline deadline);
@@ -86,13 +89,18 @@ class ExactRows {
   Status Finish(const worker::BatchReference& reference, const worker::ReturnReport& report);
   // The update is lost: all calls fail with `status` until no batch is in flight.
   void Fail(const worker::BatchReference& reference, const Status& status);
-  // The batch gets no gradients.
-  void End(const worker::BatchReference& reference);
+  // The batch gets no gradients. Does nothing for a name that the batch had at another worker
+  // before. kFailedPrecondition: Apply() has its update, which is lost, as with Fail().
+  Status End(const worker::BatchReference& reference);
   // Waits until the servers have applied every update that Apply() has.
   Status WaitApplied(worker::Deadline deadline);
 
-  // kFailedPrecondition, naming `what` is refused, while batches are in flight.
+  // kFailedPrecondition, naming `what` is refused, while rows are held or looked up.
   Status CheckIdle(const char* what) const;
+  // Between the two, rows may change by other means than updates: no lookup begins. Fails as
+  // CheckIdle(). Sections may overlap.
+  Status BeginOtherRows(const char* what);
+  void EndOtherRows();
   Metrics metrics() const;
 
  private:
@@ -101,7 +109,11 @@ class ExactRows {
   ExactRows(worker::SlotTable slots, worker::SlotMask served)
       : slots_(std::move(slots)), served_(served) {}
 
+  static Key KeyOf(const BatchKey& key) { return {key.worker_incarnation, key.reference}; }
+
   // Locked, all that follow.
+  Status CheckIdleLocked(const char* what) const;
+  void AddName(const BatchPtr& batch, const worker::BatchReference& name);
   Status CheckServers(std::span<const uint64_t> incarnations);
   Status Insert(Batch& batch, const worker::WholeRows& answer);
   StatusOr<uint32_t> Hold(uint64_t key, const store::RowShape& shape, const float* floats);
@@ -118,11 +130,14 @@ class ExactRows {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   Status status_;  // of an update that was lost
-  std::shared_ptr<const store::RowPolicies> policies_;
+  TrainConfig config_;
+  std::shared_ptr<const store::RowPolicies> policies_;  // of it; null: there is none yet
   store::SlabMemory memory_;
   store::RowSlabs slabs_{&memory_};
-  store::SignIndex index_;  // an entry's stamp counts the batches that hold its row
-  std::map<Key, BatchPtr> batches_;
+  store::SignIndex index_;           // an entry's stamp counts the batches that hold its row
+  std::map<Key, BatchPtr> batches_;  // by each of their names
+  std::map<Key, worker::BatchReference> moved_;  // names of before, of batches yet to arrive
+  uint32_t num_other_rows_ = 0;                  // sections that have begun and not ended
   uint64_t next_number_ = 1;
   std::set<uint64_t> looking_up_;                    // numbers of lookups that have not ended
   std::deque<std::pair<uint64_t, BatchPtr>> ended_;  // with the first number of later lookups

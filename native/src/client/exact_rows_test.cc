@@ -220,11 +220,12 @@ TEST(ExactRowsTest, AServerThatIsStartedAgainIsAnError) {
   EXPECT_EQ(failed.code(), StatusCode::kFailedPrecondition) << failed.ToString();
   EXPECT_NE(failed.message().find("was started again"), std::string::npos) << failed.ToString();
   EXPECT_FALSE(client.PoolExact(rank.first).ok());
+  EXPECT_NE(failed.message().find("begin a new context"), std::string::npos) << failed.ToString();
   // With the last batch in flight the old rows go: the next one has those of the servers.
   EXPECT_TRUE(client.Release(rank.first, Soon()).ok());
   const auto next = Must(client.LookupWhole(cluster.Register(later), later, Soon()));
   const auto fresh = Must(client.PoolExact(next.reference));
-  EXPECT_EQ(Take(fresh), Take(Must(client.LookupDirect(0, later, true, Soon()))));
+  EXPECT_EQ(Take(fresh), Take(Must(cluster.NewClient()->LookupDirect(0, later, true, Soon()))));
 }
 
 TEST(ExactRowsTest, AnUpdateOfRowsThatTheServersHaveLostIsAnError) {
@@ -303,6 +304,170 @@ TEST(ExactRowsTest, RowsAreNotSetOrClearedUnderBatchesInFlight) {
   const std::vector<float> row(4, 0.0f);
   EXPECT_EQ(cluster.client().SetEmbeddings(4, {&sign, 1}, row, Soon()).code(),
             StatusCode::kFailedPrecondition);
+}
+
+// With the held rows alone: the lookup has its rows on the way, or they arrive under others.
+TEST(ExactRowsTest, OtherRowsAndLookupsExcludeEachOther) {
+  const auto slots = testing::Slots();
+  const auto rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0));
+  ASSERT_TRUE(rows->Configure(Config(OptimizerKind::kAdam)).ok());
+  worker::LookupWholeRequest request;
+  const auto under_way = Must(rows->Begin(BatchOf(0), &request, Soon()));
+  const Status refused = rows->BeginOtherRows("rows were cleared");
+  EXPECT_EQ(refused.code(), StatusCode::kFailedPrecondition) << refused.ToString();
+  EXPECT_NE(refused.message().find("rows were cleared while"), std::string::npos);
+  EXPECT_FALSE(rows->CheckIdle("a context was begun").ok());
+  rows->Abandon(under_way);
+  ASSERT_TRUE(rows->BeginOtherRows("rows were loaded").ok());
+  ASSERT_TRUE(rows->BeginOtherRows("rows were set").ok());  // by the load
+  rows->EndOtherRows();
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_EQ(rows->Begin(BatchOf(0), &request, now).status().code(), StatusCode::kDeadlineExceeded);
+  auto waiting =
+      std::async(std::launch::async, [&] { return rows->Begin(BatchOf(0), &request, Soon()); });
+  rows->EndOtherRows();
+  rows->Abandon(Must(waiting.get()));
+}
+
+TEST(ExactRowsTest, ALookupWaitsForTheEndOfOtherRows) {
+  Cluster cluster(1);
+  RemoteClient& client = cluster.client();
+  ExactRank::Begin(client);
+  ASSERT_TRUE(client.Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  ASSERT_TRUE(client.BeginOtherRows("a checkpoint was loaded").ok());
+  const BatchReference batch = cluster.Register(BatchOf(0));
+  auto lookup =
+      std::async(std::launch::async, [&] { return client.LookupWhole(batch, BatchOf(0), Soon()); });
+  // What a lookup that did not wait would make a failure of.
+  EXPECT_TRUE(client.Clear(Soon()).ok());
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_EQ(client.LookupWhole(cluster.Register(BatchOf(1)), BatchOf(1), now).status().code(),
+            StatusCode::kDeadlineExceeded);
+  EXPECT_EQ(Must(client.Sizes(Soon())), std::vector<uint64_t>{0});
+  client.EndOtherRows();
+  EXPECT_TRUE(lookup.get().ok());
+  EXPECT_FALSE(client.BeginOtherRows("a checkpoint was loaded").ok());
+}
+
+uint64_t NumHeld(const RemoteClient& client) {
+  return client.exact_rows()->metrics()["num_held_rows"];
+}
+
+// The worker had only seemed dead: its copy is released, while the batch is at another one.
+TEST(ExactRowsTest, TheReleaseOfACopyLeavesTheBatch) {
+  Cluster cluster(2, 2);
+  Interrupted rank(cluster);
+  RemoteClient& client = cluster.client();
+  const auto moved =
+      Must(client.LookupDirect(1, BatchOf(0), true, Soon(), kAllSlots, rank.first)).reference;
+  const uint64_t num_held = NumHeld(client);
+  EXPECT_GT(num_held, 0u);
+  EXPECT_TRUE(client.Release(rank.first, Soon()).ok());
+  EXPECT_EQ(NumHeld(client), num_held);
+  EXPECT_TRUE(client.PoolExact(moved).ok());
+  Must(client.ReturnGradients(moved, 1.0f, rank.gradients->slots, Soon()));
+  EXPECT_EQ(NumHeld(client), 0u);
+}
+
+// The first worker dies before the lookup, the second one after it.
+TEST(ExactRowsTest, ABatchMovesTwice) {
+  Cluster plain(2), exact(2, 3);
+  ASSERT_TRUE(plain.client().Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  const auto result = Must(plain.client().Lookup(plain.Register(BatchOf(0)), true, Soon()));
+  const Gradients expected(result);
+  Must(plain.client().ReturnGradients(result.reference, 1.0f, expected.slots, Soon()));
+
+  RemoteClient& client = exact.client();
+  ExactRank::Begin(client);
+  ASSERT_TRUE(client.Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  const BatchReference first = exact.Register(BatchOf(0), 0);
+  const auto move_to = [&](uint32_t worker) {
+    return Must(client.LookupDirect(worker, BatchOf(0), true, Soon(), kAllSlots, first)).reference;
+  };
+  exact.StartWorker(0);
+  EXPECT_EQ(client.LookupWhole(first, BatchOf(0), Soon()).status().code(), StatusCode::kNotFound);
+  const BatchReference second = move_to(1);
+  ASSERT_TRUE(client.LookupWhole(second, BatchOf(0), Soon()).ok());
+  const auto pooled = Must(client.PoolExact(second));
+  const Gradients gradients(pooled);
+  ASSERT_TRUE(client.ApplyExact(second, 1.0f, gradients.slots).ok());
+  exact.StartWorker(1);
+  const BatchReference third = move_to(2);
+  Must(client.ReturnGradients(third, 1.0f, gradients.slots, Soon()));
+  EXPECT_EQ(NumHeld(client), 0u);
+  EXPECT_EQ(WholeRowsOf(exact, 2), WholeRowsOf(plain, 2));
+}
+
+TEST(ExactRowsTest, GivingUpABatchWhoseUpdateIsAppliedIsAnError) {
+  Cluster cluster(2);
+  Interrupted rank(cluster);
+  RemoteClient& client = cluster.client();
+  const BatchReference second = cluster.Register(BatchOf(1));
+  ASSERT_TRUE(client.LookupWhole(second, BatchOf(1), Soon()).ok());
+  const Status lost = client.Release(rank.first, Soon());
+  EXPECT_EQ(lost.code(), StatusCode::kFailedPrecondition) << lost.ToString();
+  EXPECT_NE(lost.message().find("which the servers do not get"), std::string::npos);
+  EXPECT_EQ(client.PoolExact(second).status().message(), lost.message());
+  EXPECT_TRUE(client.Release(second, Soon()).ok());  // it has no update
+  const auto next = Must(client.LookupWhole(cluster.Register(BatchOf(2)), BatchOf(2), Soon()));
+  EXPECT_TRUE(client.PoolExact(next.reference).ok());
+}
+
+TEST(ExactRowsTest, OtherTrainingIsRefusedUntilTheContextEnds) {
+  Cluster cluster(1);
+  RemoteClient& client = cluster.client();
+  ASSERT_TRUE(client.Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  const auto before = Must(client.LookupDirect(0, BatchOf(0), true, Soon()));
+  const Gradients gradients(before);
+  ExactRank::Begin(client);
+  const auto give_back = [&] {
+    return client.ReturnGradients(before.reference, 1.0f, gradients.slots, Soon()).status();
+  };
+  const BatchReference batch = cluster.Register(BatchOf(1));
+  const auto code = StatusCode::kFailedPrecondition;
+  EXPECT_EQ(client.Lookup(batch, true, Soon()).status().code(), code);
+  EXPECT_EQ(client.LookupDirect(0, BatchOf(1), true, Soon()).status().code(), code);
+  EXPECT_EQ(give_back().code(), code);
+  EXPECT_TRUE(client.LookupDirect(0, BatchOf(1), false, Soon()).ok());
+  client.EndExact();
+  EXPECT_TRUE(give_back().ok());
+  EXPECT_TRUE(client.Lookup(batch, true, Soon()).ok());
+  EXPECT_FALSE(client.PoolExact(batch).ok());
+}
+
+// As for a worker that joins a loop, which always has updates on their way.
+TEST(ExactRowsTest, TheSameConfigDoesNotWaitForUpdates) {
+  Cluster cluster(1);
+  const Interrupted rank(cluster);
+  RemoteClient& client = cluster.client();
+  EXPECT_TRUE(client.Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+  const auto now = std::chrono::steady_clock::now();
+  const Status other = client.Configure(Config(OptimizerKind::kSgd), true, now);
+  EXPECT_EQ(other.code(), StatusCode::kDeadlineExceeded) << other.ToString();
+  EXPECT_NE(other.message().find("1 updates were not acknowledged"), std::string::npos);
+}
+
+// The repetitions of returns that wait for the first one leave it a handler.
+TEST(ExactRowsTest, ARepeatedReturnDoesNotWaitForItsTurn) {
+  Cluster cluster(1);
+  Interrupted rank(cluster);
+  const auto second = Must(cluster.client().LookupWhole({}, BatchOf(1), Soon())).reference;
+  const auto pooled = Must(cluster.client().PoolExact(second));
+  const Gradients gradients(pooled);
+  std::vector<std::future<StatusOr<ReturnReport>>> tries;
+  for (int i = 0; i < 2; ++i) {
+    tries.push_back(std::async(std::launch::async, [&] {
+      return cluster.worker(0).ReturnGradients(second, 1.0f, gradients.slots, Soon(), rank.first);
+    }));
+  }
+  const auto is_over = [](auto& call) {
+    return call.wait_for(std::chrono::milliseconds(1)) == std::future_status::ready;
+  };
+  size_t repeated = 0;
+  while (!is_over(tries[repeated])) repeated = 1 - repeated;
+  EXPECT_EQ(tries[repeated].get().status().code(), StatusCode::kUnavailable);
+  Must(cluster.client().ReturnGradients(rank.first, 1.0f, rank.gradients->slots, Soon()));
+  Must(tries[1 - repeated].get());
 }
 
 }  // namespace

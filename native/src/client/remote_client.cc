@@ -115,7 +115,10 @@ StatusOr<LookupResult> RemoteClient::CallForEmbeddings(uint32_t worker_index,
 
 // To every worker: each configures the servers that restart.
 Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
-  PERSIA_RETURN_IF_ERROR(WaitApplied(/*requires_grad=*/false, deadline));
+  const auto exact = Exact();
+  // The same one goes to a worker that joins: a loop with updates on their way need not pause.
+  const bool is_other = exact != nullptr && !exact->HasConfig(config);
+  if (is_other) PERSIA_RETURN_IF_ERROR(exact->WaitApplied(deadline));
   const auto links = workers_.Active();  // keeps the channels
   std::vector<net::Channel*> channels;
   for (const auto& [index, channel] : links) channels.push_back(channel.get());
@@ -123,12 +126,12 @@ Status RemoteClient::Configure(const TrainConfig& config, bool replace, Deadline
       net::CallAll(worker::kConfigureWorker, std::span<net::Channel* const>(channels),
                    std::vector(channels.size(), ConfigureRequest{config, replace}), deadline)
           .status());
-  return exact_ == nullptr ? Status::Ok() : exact_.load()->Configure(config);
+  return is_other ? exact->Configure(config) : Status::Ok();
 }
 
 StatusOr<LookupResult> RemoteClient::Lookup(const BatchReference& reference, bool requires_grad,
                                             Deadline deadline, SlotMask slots, bool as_rows) {
-  PERSIA_RETURN_IF_ERROR(WaitApplied(requires_grad, deadline));
+  PERSIA_RETURN_IF_ERROR(AwaitExact(requires_grad, /*trains=*/requires_grad, deadline));
   const worker::LookupReferenceRequest request{reference, Options(requires_grad, slots)};
   auto result = CallForEmbeddings(reference.worker_index, worker::kLookupReference, request,
                                   deadline, as_rows);
@@ -149,15 +152,17 @@ StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
                                                   SlotMask slots, const BatchReference& original,
                                                   bool as_rows) {
   const worker::LookupDirectRequest request{Options(requires_grad, slots), original, id_features};
-  PERSIA_RETURN_IF_ERROR(WaitApplied(requires_grad, deadline));
-  if (original.reference != 0) distinct_.Forget(original);
+  const bool is_moved = original.reference != 0;
+  PERSIA_RETURN_IF_ERROR(AwaitExact(requires_grad, requires_grad && !is_moved, deadline));
+  if (is_moved) distinct_.Forget(original);
   const auto links = workers_.Active();
   auto result = CallForEmbeddings(links[worker_index % links.size()].first, worker::kLookupDirect,
                                   request, deadline, as_rows);
   if (!result.ok() || !requires_grad) return result;
-  distinct_.Keep(result->reference, std::move(result->distinct));
-  if (exact_ != nullptr && original.reference != 0) {
-    exact_.load()->Rename(original, result->reference);
+  if (const auto exact = Exact()) {
+    exact->Rename(original, result->reference);  // and its sums are made there
+  } else {
+    distinct_.Keep(result->reference, std::move(result->distinct));
   }
   return result;
 }
@@ -165,8 +170,8 @@ StatusOr<LookupResult> RemoteClient::LookupDirect(uint32_t worker_index,
 StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& reference, float scale,
                                                      std::span<const SlotGradient> gradients,
                                                      Deadline deadline) {
-  if (exact_ != nullptr && exact_.load()->Has(reference)) {
-    return ReturnInOrder(reference, scale, gradients, deadline);
+  if (const auto exact = Exact()) {
+    return ReturnInOrder(*exact, reference, scale, gradients, deadline);
   }
   const Timed timed(return_times_, reference.reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
@@ -180,9 +185,21 @@ StatusOr<ReturnReport> RemoteClient::ReturnGradients(const BatchReference& refer
 
 Status RemoteClient::Release(const BatchReference& reference, Deadline deadline) {
   distinct_.Forget(reference);
-  if (exact_ != nullptr) exact_.load()->End(reference);
+  const auto exact = Exact();
+  const Status lost = exact == nullptr ? Status::Ok() : exact->End(reference);
   PERSIA_ASSIGN_OR_RETURN(const auto channel, workers_.At(reference.worker_index));
-  return net::Call(*channel, worker::kReleaseReference, BatchKey(reference), deadline);
+  const Status released =
+      net::Call(*channel, worker::kReleaseReference, BatchKey(reference), deadline);
+  return lost.ok() ? released : lost;
+}
+
+template <typename Call>
+Status RemoteClient::ChangeRows(const char* what, Call call) {
+  const auto exact = Exact();
+  if (exact != nullptr) PERSIA_RETURN_IF_ERROR(exact->BeginOtherRows(what));
+  const Status status = call();
+  if (exact != nullptr) exact->EndOtherRows();
+  return status;
 }
 
 Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs,
@@ -192,15 +209,17 @@ Status RemoteClient::SetEmbeddings(uint32_t dim, std::span<const uint64_t> signs
     return InvalidArgument("rows: ", rows.size(), " floats for ", signs.size(), " signs of dim ",
                            dim, "; dim floats are needed for each of at most 2^32 - 1 signs");
   }
-  if (exact_ != nullptr) PERSIA_RETURN_IF_ERROR(exact_.load()->CheckIdle("rows were set"));
   const SignBlock block{dim, static_cast<uint32_t>(signs.size())};
   const SetRowsRequest request{{{&block, 1}, signs}, rows};
-  return net::Call(*AnyWorker(), worker::kSetEmbeddings, request, deadline);
+  return ChangeRows("rows were set", [&] {
+    return net::Call(*AnyWorker(), worker::kSetEmbeddings, request, deadline);
+  });
 }
 
 Status RemoteClient::Clear(Deadline deadline) {
-  if (exact_ != nullptr) PERSIA_RETURN_IF_ERROR(exact_.load()->CheckIdle("rows were cleared"));
-  return net::Call(*AnyWorker(), worker::kClearEmbeddings, Empty(), deadline);
+  return ChangeRows("rows were cleared", [&] {
+    return net::Call(*AnyWorker(), worker::kClearEmbeddings, Empty(), deadline);
+  });
 }
 
 StatusOr<std::vector<uint64_t>> RemoteClient::Sizes(Deadline deadline) {

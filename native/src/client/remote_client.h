@@ -1,9 +1,9 @@
 // RemoteClient: the embedding workers of a cluster as an EmbeddingClient.
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <shared_mutex>
 #include <string>
 #include <utility>
@@ -90,8 +90,10 @@ class RemoteClient final : public EmbeddingClient {
 
   // Calls of consistency="exact", whose lookups, steps and returns go through `rows`; in
   // exact_calls.cc. BeginExact comes before them, and before Configure. Clients of 16 bits a float
-  // refuse it. With a reference of 0, LookupWhole is a direct lookup.
+  // refuse it. With a reference of 0, LookupWhole is a direct lookup. Until an EndExact for each
+  // BeginExact, other calls that train are refused.
   Status BeginExact(std::unique_ptr<ExactRows> rows);
+  void EndExact();
   StatusOr<LookupResult> LookupWhole(const BatchReference& reference,
                                      std::span<const std::byte> id_features, Deadline deadline);
   StatusOr<LookupResult> PoolExact(const BatchReference& reference);
@@ -100,9 +102,10 @@ class RemoteClient final : public EmbeddingClient {
   // The batch's update is lost.
   void FailExact(const BatchReference& reference, const std::string& what);
   // kFailedPrecondition: `what` happened while batches are in flight.
-  Status CheckExactIdle(const std::string& what) const;
-  // Null: no context of this client is exact.
-  const ExactRows* exact_rows() const { return exact_.load(); }
+  Status BeginOtherRows(const std::string& what) override;
+  void EndOtherRows() override;
+  // Of the last exact context of this client; null: there was none.
+  std::shared_ptr<const ExactRows> exact_rows() const;
 
   // Fails where one active worker does, or is not reached by the deadline. The others then have the
   // config already, which does no harm: repeating it changes nothing.
@@ -147,14 +150,22 @@ class RemoteClient final : public EmbeddingClient {
             static_cast<uint32_t>(worker::EmbeddingsForm::kFewestBytes)};
   }
 
-  StatusOr<ReturnReport> ReturnInOrder(const BatchReference& reference, float scale,
-                                       std::span<const SlotGradient> gradients, Deadline deadline);
-  // Lookups without gradients see every update that the rank has made.
-  Status WaitApplied(bool requires_grad, Deadline deadline);
+  // Null: no exact context has begun that has not ended.
+  std::shared_ptr<ExactRows> Exact() const;
+  StatusOr<ReturnReport> ReturnInOrder(ExactRows& rows, const BatchReference& reference,
+                                       float scale, std::span<const SlotGradient> gradients,
+                                       Deadline deadline);
+  // Lookups without gradients see every update that the rank has made. `trains`: the lookup of
+  // another context, whose update ExactRows would miss; kFailedPrecondition.
+  Status AwaitExact(bool requires_grad, bool trains, Deadline deadline) const;
+  // `call` changes rows by other means than updates.
+  template <typename Call>
+  Status ChangeRows(const char* what, Call call);
 
   const worker::WireDtype dtype_;
-  std::unique_ptr<ExactRows> exact_rows_;
-  std::atomic<ExactRows*> exact_ = nullptr;
+  mutable std::mutex exact_mutex_;
+  std::shared_ptr<ExactRows> exact_;  // calls under way keep it
+  uint32_t num_exact_ = 0;            // contexts that have begun and not ended
   DurationStats lookup_times_{"client lookup"};
   DurationStats decode_times_{"client decode"};
   DurationStats return_times_{"client return gradients"};

@@ -363,11 +363,18 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnGradients(const BatchKey& key, flo
                                                         Deadline deadline, const BatchKey& after) {
   PERSIA_RETURN_IF_ERROR(CheckIncarnation(key));
   if (after.reference != 0) PERSIA_RETURN_IF_ERROR(CheckIncarnation(after));
-  StatusOr<BatchTable::Guard> guard = table_.Acquire(key.reference, deadline);
+  // A repetition does not wait for a first try that waits for `after`: with both of them in
+  // handlers, there could be none left for `after`.
+  const bool has_turn = after.reference != 0;
+  StatusOr<BatchTable::Guard> guard =
+      table_.Acquire(key.reference, has_turn ? std::chrono::steady_clock::now() : deadline);
   // Looked up after the batch, so that a return that finishes in between is found.
   if (!guard.ok()) {
     const std::optional<ReturnReport> first = table_.FindReturned(key.reference);
     if (first.has_value()) return *first;
+    if (has_turn && guard.status().code() == StatusCode::kDeadlineExceeded) {
+      return Unavailable("another request works on batch ", key.reference, ": try again");
+    }
     return guard.status();
   }
   StatusOr<ReturnReport> report = ReturnHeld(**guard, scale, gradients, deadline, after.reference);

@@ -45,7 +45,8 @@ struct OrderedGradientsRequest {
 };
 
 // Returns that a rank has on their way to a worker. Each may occupy a handler thread until the one
-// before it is applied, so a worker has at least as many: the first of them is then never stuck.
+// before it is applied, so a worker has at least as many: the first of them is then never stuck. A
+// repetition of one that waits is answered with kUnavailable.
 inline constexpr uint32_t kMaxOrderedReturns = 4;
 
 inline constexpr Method<LookupWholeRequest, WholeRows> kLookupWhole{

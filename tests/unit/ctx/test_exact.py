@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from persia import _native
 from persia.config import SlotsConfig, parse_embedding_config
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, PersiaBatch
-from persia.errors import FailedPreconditionError, InvalidArgumentError
+from persia.errors import DeadlineExceededError, FailedPreconditionError, InvalidArgumentError
 from persia.pipeline.backend import ClusterBackend, EmbeddingBackend
 from persia.pipeline.exact import ExactCalls
 from persia.pipeline.staleness import Consistency, Mode, lookup_stages
@@ -144,6 +144,9 @@ def test_random_batches_equal_the_embedded_engine(
     try:
         cluster.client.configure(config)
         assert train_exactly(cluster.client, batches, in_flight) == expected
+        held = {name: value for name, _, _, value in cluster.client.exact_metrics()}
+        assert held["persia_nn_held_rows"] == 0 < held["persia_nn_replayed_rows"]
+        cluster.client.end_exact()
         # The rows of the servers, and by one more update their optimizer state.
         for batch in batches[:3]:
             ours = cluster.client.lookup_direct(0, batch, requires_grad=True)
@@ -151,8 +154,33 @@ def test_random_batches_equal_the_embedded_engine(
             assert rows_of(ours) == rows_of(theirs)
             for client, result in ((cluster.client, ours), (embedded, theirs)):
                 client.return_gradients(result.reference, gradients_of(result, 0))
-        held = {name: value for name, _, _, value in cluster.client.exact_metrics()}
-        assert held["persia_nn_held_rows"] == 0 < held["persia_nn_replayed_rows"]
+    finally:
+        cluster.stop()
+
+
+def test_rows_are_set_and_cleared_only_without_batches_in_flight() -> None:
+    cluster = Cluster()
+    try:
+        client = cluster.client
+        client.configure(_native.TrainConfig(optimizer="sgd", lr=0.3))
+        remote = EmbeddingBackend(client, deadline_s=30.0)
+        batch = make_batch(np.random.default_rng(1))
+        ids, rows = np.arange(3, dtype=np.uint64), np.ones((3, 4), np.float32)
+        anywhere = _native.BatchReference(0, 0, 0)
+        with client.other_rows("a checkpoint was loaded"):
+            remote.set_slot_rows(SLOTS, "single", ids, rows)
+            with pytest.raises(DeadlineExceededError, match="still being set, cleared or loaded"):
+                client.lookup_whole(anywhere, batch, timeout_s=0.0)
+        assert remote.sizes() != [0, 0]
+        remote.clear()
+        assert remote.sizes() == [0, 0]
+        reference = client.lookup_whole(anywhere, batch).reference
+        with pytest.raises(FailedPreconditionError, match="rows were set while .* 1 batches in flight"):
+            remote.set_slot_rows(SLOTS, "single", ids, rows)
+        with pytest.raises(FailedPreconditionError, match="rows were cleared while"):
+            remote.clear()
+        client.release(reference)
+        remote.clear()
     finally:
         cluster.stop()
 
