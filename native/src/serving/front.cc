@@ -50,7 +50,7 @@ class Front::Outlet {
 };
 
 // A request that was submitted, answered by the thread that computes its batch.
-class Front::InferCall : public Waiting, public std::enable_shared_from_this<InferCall> {
+class Front::InferCall : public Waiting {
  public:
   // `log`: of those that it is drawn for; null: none.
   InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request,
@@ -77,7 +77,7 @@ class Front::InferCall : public Waiting, public std::enable_shared_from_this<Inf
     if (!End(GrpcCode::kOk)) return;
     std::string reply = EncodeInferResponse(prediction, id_, positions_, begin, size());
     outlet_->With([&](GrpcServer& server) { server.Reply(call_, std::move(reply)); });
-    if (log_ != nullptr) log_->Offer(shared_from_this());
+    if (log_ != nullptr) log_->Offer(shared_samples());
   }
   void Fail(GrpcCode code, const std::string& message) override {
     if (!End(code)) return;

@@ -32,7 +32,7 @@ using net::Clock;
 class Waiting {
  public:
   Waiting(Samples samples, Clock::time_point deadline)
-      : samples_(std::move(samples)), deadline_(deadline) {}
+      : samples_(std::make_shared<const Samples>(std::move(samples))), deadline_(deadline) {}
   virtual ~Waiting() = default;
 
   // With the outputs of its batch, where its samples begin at `begin`. From any thread.
@@ -41,15 +41,17 @@ class Waiting {
   // After all requests of a batch have been answered: what was to be sent may wait until then.
   virtual void Deliver() {}
 
-  const Samples& samples() const { return samples_; }
-  uint32_t size() const { return samples_.size(); }
+  const Samples& samples() const { return *samples_; }
+  // May outlive the request.
+  const std::shared_ptr<const Samples>& shared_samples() const { return samples_; }
+  uint32_t size() const { return samples_->size(); }
   Clock::time_point deadline() const { return deadline_; }
   // Its client waits no longer: it need not be computed. Thread-safe.
   void GiveUp() { given_up_.store(true, std::memory_order_relaxed); }
   bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
  private:
-  const Samples samples_;
+  const std::shared_ptr<const Samples> samples_;
   const Clock::time_point deadline_;
   std::atomic<bool> given_up_ = false;
 };
