@@ -118,7 +118,7 @@ class AnsweredRequests:
 
     def __init__(self, draw: Draw) -> None: ...
     def offer(self, to_bytes: Callable[[], bytes]) -> None:
-        """`to_bytes`: of a PersiaBatch. Never waits; while too many wait, drops it without a call of `to_bytes`."""
+        """`to_bytes`: of a PersiaBatch. Never waits. Not called for one that is dropped."""
 
     def next(self) -> bytes | None:
         """Waits for the bytes of one; None: it is closed and empty."""

@@ -19,7 +19,7 @@ from persia.serving.sideline import Share
 
 _COUNTERS: list[Row] = [
     ("persia_serving_requests_logged", "num_written", "Requests written to --request-log."),
-    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged: for lack of time, or by an error."),
+    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged: lack of time or an error."),
 ]
 _CLOSE_S = 5.0
 _PRIVATE = 0o600  # requests are data of users

@@ -150,8 +150,10 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
 StatusOr<RequestQueue::Place> RequestQueue::Admit(Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
-  const uint32_t num = promises_.Count(now) + 1;
-  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, static_cast<uint32_t>(num * usual_samples_)));
+  const uint32_t num_promised = promises_.Count(now);
+  // Without its own samples: a small request beside large ones would be refused although it fits.
+  const auto num_samples = static_cast<uint32_t>(num_promised * usual_samples_);
+  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, num_samples, num_promised));
   return Place(this, promises_.Add(now));
 }
 
@@ -160,13 +162,18 @@ void RequestQueue::GiveBack(int64_t slice) {
   promises_.Remove(slice);
 }
 
-Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const {
+// `num_samples`: its own, or those of the `num_promised` requests that will be ahead of it.
+Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
+                                 uint32_t num_promised) const {
   if (closed_) return Unavailable("the server is stopping: ask another one");
-  if (waiting_.size() >= options_.max_queued) {
-    return ResourceExhausted(waiting_.size(),
+  const size_t num_ahead = waiting_.size() + num_promised;
+  if (num_ahead >= options_.max_queued) {
+    return ResourceExhausted(num_ahead,
                              " requests wait already (--max-queued): try again later, or ask "
                              "another server");
   }
+  // An idle server takes every request: the estimate may be of a time when it was slow.
+  if (num_ahead == 0 && num_running_ == 0) return Status::Ok();
   const auto now = Clock::now();
   const double left_s = Seconds(deadline - now);
   const double wait_s = EstimateLocked(num_samples, now);
@@ -181,8 +188,6 @@ Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_sample
 
 // Until a request with so many samples that is queued now would have its answer.
 double RequestQueue::EstimateLocked(uint32_t num_samples, Clock::time_point now) const {
-  // An idle server takes every request: the estimate may be of a time when it was slow.
-  if (waiting_.empty() && num_running_ == 0) return 0;
   const auto batches = [&](uint64_t samples) {
     return (samples + options_.max_batch_size - 1) / options_.max_batch_size;
   };

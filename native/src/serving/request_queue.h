@@ -163,8 +163,8 @@ class RequestQueue {
   // Answer nor Fail is called then. Ends no other request: that may need locks of Python, for which
   // the network's thread must not wait.
   Status Submit(std::shared_ptr<Waiting> request);
-  // Before its message has arrived. kResourceExhausted: a request of the usual size with this
-  // deadline would be refused.
+  // Before its message has arrived, which tells its size. kResourceExhausted: the requests ahead
+  // would take too long, those that were promised a place among them, or are too many.
   StatusOr<Place> Admit(Clock::time_point deadline);
   // Waits for requests; null once it is closed and empty. Requests whose time has passed are
   // failed.
@@ -178,7 +178,8 @@ class RequestQueue {
   friend class Batch;
   using Requests = std::vector<std::shared_ptr<Waiting>>;
 
-  Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const;
+  Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
+                     uint32_t num_promised = 0) const;
   double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
   void GiveBack(int64_t slice);
   void DropLate(Requests* late);

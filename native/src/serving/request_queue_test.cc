@@ -133,28 +133,55 @@ TEST(RequestQueueTest, PromisesAreForgotten) {
   EXPECT_EQ(promises.Count(begin + milliseconds(500)), 0u);
 }
 
+// Computes a batch of one request within half a second or more.
+void ComputeSlowly(RequestQueue* queue, const std::string& content = BatchOf({7}, {1})) {
+  ASSERT_TRUE(queue->Submit(RequestFor(kLong, content)).ok());
+  const auto batch = queue->Next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  batch->Answer({"m", "7", {}, {}});
+}
+
+// Whether requests are refused before any of the admitted ones has arrived.
+bool AdmitsFew(RequestQueue* queue, std::chrono::seconds left) {
+  const auto deadline = Clock::now() + left;
+  std::vector<RequestQueue::Place> places;
+  while (places.size() < 10'000) {
+    auto place = queue->Admit(deadline);
+    if (!place.ok()) break;
+    places.push_back(std::move(place).value());
+  }
+  const bool is_refused = !places.empty() && places.size() < 10'000;
+  places.clear();
+  return is_refused && queue->Admit(deadline).ok();
+}
+
 // Header fields arrive long before messages where many requests come at once.
 TEST(RequestQueueTest, AdmittedRequestsCountBeforeTheyArrive) {
   RequestQueue queue({.max_batch_size = 1});
+  ComputeSlowly(&queue);
+  EXPECT_TRUE(AdmitsFew(&queue, std::chrono::seconds(10))) << "an idle server";
   ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
-  {
-    const auto batch = queue.Next();
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    batch->Answer({"m", "7", {}, {}});
-  }
+  EXPECT_TRUE(AdmitsFew(&queue, std::chrono::seconds(10)));
+}
+
+TEST(RequestQueueTest, AdmittedRequestsCountAsQueued) {
+  RequestQueue queue({.max_queued = 4});
+  EXPECT_TRUE(AdmitsFew(&queue, kLong));
+}
+
+// A request of the usual size would be refused.
+TEST(RequestQueueTest, ASmallRequestBesideLargeOnesIsAdmitted) {
+  RequestQueue queue({});
+  const std::string large = BatchOf(std::vector<uint64_t>(100, 7), std::vector<float>(100, 1));
+  const auto began = Clock::now();
+  ComputeSlowly(&queue, large);
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began);
   ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
-  // There is time for 12 of them.
-  const auto deadline = Clock::now() + std::chrono::seconds(10);
-  std::vector<RequestQueue::Place> places;
-  bool is_refused = false;
-  while (!is_refused && places.size() < 10'000) {
-    auto place = queue.Admit(deadline);
-    is_refused = !place.ok();
-    if (!is_refused) places.push_back(std::move(place).value());
-  }
-  EXPECT_TRUE(is_refused);
-  places.clear();
-  EXPECT_TRUE(queue.Admit(deadline).ok());
+  queue.Next()->Answer({"m", "7", {}, {}});
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  EXPECT_TRUE(queue.Admit(Clock::now() + took).ok());
+  EXPECT_EQ(queue.Submit(RequestFor(took, large)).code(), StatusCode::kResourceExhausted);
+  EXPECT_TRUE(queue.Submit(RequestFor(took)).ok());
 }
 
 }  // namespace
