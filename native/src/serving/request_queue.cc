@@ -51,9 +51,9 @@ double BatchTimes::Estimate(uint64_t num_batches, uint64_t num_samples) const {
   return static_cast<double>(num_batches) * batch_s + static_cast<double>(num_samples) * sample_s;
 }
 
-// ---- promises
+// ---- reservations
 
-int64_t Promises::Add(Clock::time_point now) {
+int64_t Reservations::Add(Clock::time_point now) {
   const int64_t number = SliceOf(now);
   Slice& slice = slices_[number % 2];
   if (slice.number != number) slice = {.number = number};
@@ -61,12 +61,12 @@ int64_t Promises::Add(Clock::time_point now) {
   return number;
 }
 
-void Promises::Remove(int64_t number) {
+void Reservations::Remove(int64_t number) {
   Slice& slice = slices_[number % 2];
   if (slice.number == number) --slice.num;
 }
 
-uint32_t Promises::Count(Clock::time_point now) const {
+uint32_t Reservations::Count(Clock::time_point now) const {
   uint32_t num = 0;
   for (const Slice& slice : slices_) num += slice.number + 1 >= SliceOf(now) ? slice.num : 0;
   return num;
@@ -150,23 +150,23 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
 StatusOr<RequestQueue::Place> RequestQueue::Admit(Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
-  const uint32_t num_promised = promises_.Count(now);
+  const uint32_t num_reserved = reservations_.Count(now);
   // Without its own samples: a small request beside large ones would be refused although it fits.
-  const auto num_samples = static_cast<uint32_t>(num_promised * usual_samples_);
-  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, num_samples, num_promised));
-  return Place(this, promises_.Add(now));
+  const auto num_samples = static_cast<uint32_t>(num_reserved * usual_samples_);
+  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, num_samples, num_reserved));
+  return Place(this, reservations_.Add(now));
 }
 
 void RequestQueue::GiveBack(int64_t slice) {
   const std::lock_guard lock(mutex_);
-  promises_.Remove(slice);
+  reservations_.Remove(slice);
 }
 
-// `num_samples`: its own, or those of the `num_promised` requests that will be ahead of it.
+// `num_samples`: its own, or those of the `num_reserved` requests that will be ahead of it.
 Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
-                                 uint32_t num_promised) const {
+                                 uint32_t num_reserved) const {
   if (closed_) return Unavailable("the server is stopping: ask another one");
-  const size_t num_ahead = waiting_.size() + num_promised;
+  const size_t num_ahead = waiting_.size() + num_reserved;
   if (num_ahead >= options_.max_queued) {
     return ResourceExhausted(num_ahead,
                              " requests wait already (--max-queued): try again later, or ask "

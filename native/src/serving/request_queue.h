@@ -79,7 +79,7 @@ class BatchTimes {
 
 // Requests that were admitted and have not arrived yet. Each is counted for 50 to 100 ms: one of a
 // client that sends slowly keeps no other request out for longer. Not thread-safe.
-class Promises {
+class Reservations {
  public:
   // Returns what Remove needs.
   int64_t Add(Clock::time_point now);
@@ -89,7 +89,7 @@ class Promises {
  private:
   struct Slice {
     int64_t number = 0;  // of a slice of time
-    uint32_t num = 0;    // of the promises that were made in it
+    uint32_t num = 0;    // of the reservations made in it
   };
 
   std::array<Slice, 2> slices_;
@@ -164,7 +164,7 @@ class RequestQueue {
   // the network's thread must not wait.
   Status Submit(std::shared_ptr<Waiting> request);
   // Before its message has arrived, which tells its size. kResourceExhausted: the requests ahead
-  // would take too long, those that were promised a place among them, or are too many.
+  // would take too long, those with a reservation among them, or are too many.
   StatusOr<Place> Admit(Clock::time_point deadline);
   // Waits for requests; null once it is closed and empty. Requests whose time has passed are
   // failed.
@@ -179,7 +179,7 @@ class RequestQueue {
   using Requests = std::vector<std::shared_ptr<Waiting>>;
 
   Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
-                     uint32_t num_promised = 0) const;
+                     uint32_t num_reserved = 0) const;
   double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
   void GiveBack(int64_t slice);
   void DropLate(Requests* late);
@@ -193,7 +193,7 @@ class RequestQueue {
   std::deque<std::shared_ptr<Waiting>> waiting_;
   uint64_t num_samples_ = 0;  // of the requests that wait
   double usual_samples_ = 0;  // of a request, lately
-  Promises promises_;
+  Reservations reservations_;
   uint32_t num_running_ = 0;  // requests
   uint64_t running_samples_ = 0;
   uint32_t num_parts_ = 0;   // of batches that were split, not computed yet

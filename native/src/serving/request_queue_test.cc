@@ -115,22 +115,22 @@ TEST(RequestQueueTest, PartsOfABatchAreAheadOfWhatIsQueued) {
             StatusCode::kResourceExhausted);
 }
 
-TEST(RequestQueueTest, PromisesAreForgotten) {
+TEST(RequestQueueTest, ReservationsAreForgotten) {
   using std::chrono::milliseconds;
-  Promises promises;
+  Reservations reservations;
   const Clock::time_point begin{milliseconds(1'000'000)};
-  const int64_t slice = promises.Add(begin);
-  promises.Add(begin + milliseconds(49));
-  const int64_t next = promises.Add(begin + milliseconds(50));
-  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 3u);
-  promises.Remove(slice);
-  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 2u);
-  EXPECT_EQ(promises.Count(begin + milliseconds(100)), 1u);
-  promises.Add(begin + milliseconds(100));
-  promises.Remove(slice);  // of a time that was forgotten
-  promises.Remove(next);
-  EXPECT_EQ(promises.Count(begin + milliseconds(149)), 1u);
-  EXPECT_EQ(promises.Count(begin + milliseconds(500)), 0u);
+  const int64_t slice = reservations.Add(begin);
+  reservations.Add(begin + milliseconds(49));
+  const int64_t next = reservations.Add(begin + milliseconds(50));
+  EXPECT_EQ(reservations.Count(begin + milliseconds(99)), 3u);
+  reservations.Remove(slice);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(99)), 2u);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(100)), 1u);
+  reservations.Add(begin + milliseconds(100));
+  reservations.Remove(slice);  // of a time that was forgotten
+  reservations.Remove(next);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(149)), 1u);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(500)), 0u);
 }
 
 // Computes a batch of one request within half a second or more.
