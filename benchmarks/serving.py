@@ -30,7 +30,7 @@ import numpy as np
 
 from benchmarks.arguments import core, number, whole
 from benchmarks.freshness import found, running
-from benchmarks.own_core import own_core
+from benchmarks.own_core import own_core, preferred
 from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
 from benchmarks.serving_capacity import DEADLINE_S, overloaded, single, throughput
@@ -160,8 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--priority",
         action="store_true",
-        help="real-time priority for server and client, each on its core, for the capacity and the floors:\n"
-        "on a machine with other work",
+        help="prefer server and client, each on its core, for the capacity and the floors: on a machine\n"
+        "with other work",
     )
     parser.add_argument(
         "--torchserve-python",
@@ -200,9 +200,7 @@ def main() -> None:
         os.sched_setaffinity(0, {max(cores)})  # the server inherits it, and computes with one thread
         with served(folder, *arguments.serve_options, core=None) as server:
             os.sched_setaffinity(0, {min(cores)})
-            client_core = min(cores) if arguments.priority else None
-            server_core = max(cores) if arguments.priority else None
-            with own_core(server_core, [server[1]]), own_core(client_core, [os.getpid()]):
+            with preferred([server[1], os.getpid()] if arguments.priority else []):
                 measure_capacity(server, folder, arguments.seconds)
 
 

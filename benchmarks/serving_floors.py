@@ -26,7 +26,7 @@ import numpy as np
 
 from benchmarks.freshness import found, running
 from benchmarks.grpc_load import INFER, closed_loop, open_loop
-from benchmarks.own_core import own_core
+from benchmarks.own_core import preferred
 from benchmarks.plain_model import encode
 from benchmarks.served_models import prepare, requests, use_version
 from benchmarks.serving_capacity import DEADLINE_S, IN_FLIGHT, TIMEOUT_S, overloaded, single, throughput
@@ -78,7 +78,7 @@ def all_figures(
 ) -> Iterator[Figure | str]:
     """Measures them one after the other; a string says why one is left out.
 
-    `folder` keeps the models. `has_priority`: for each of server and client, on its core.
+    `folder` keeps the models. `has_priority`: server and client are preferred on their cores.
     """
     for name, num_rows in (("adult", 0), ("wide", 10_000_000), ("few", _FEW_ROWS)):
         if not (folder / name / "model").exists():
@@ -91,8 +91,7 @@ def all_figures(
     def apart(name: str, *options: str) -> Iterator[tuple[str, int]]:
         with _on({cores[-1]}):  # the server inherits it, and computes with one thread
             server = stack.enter_context(served(folder / name, *options, core=None))
-        server_core, client_core = (cores[-1], cores[0]) if has_priority else (None, None)
-        with _on({cores[0]}), own_core(server_core, [server[1]]), own_core(client_core, [os.getpid()]):
+        with _on({cores[0]}), preferred([server[1], os.getpid()] if has_priority else []):
             yield server
         stack.close()
 
