@@ -9,6 +9,7 @@ namespace persia::serving {
 namespace {
 
 constexpr double kLately = 0.1;  // the share of the last batch in averages
+constexpr double kSlowly = 0.01;
 constexpr double kFlat = 1e-3;  // sizes whose variance is a smaller share of their square are equal
 // An estimate is exceeded half of the time, and an answer that is late was computed for nothing. So
 // a request is admitted if it would wait for less than this share of the time that is left.
@@ -141,6 +142,8 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
     const double size = request->size();
     usual_samples_ =
         usual_samples_ == 0 ? size : usual_samples_ + kLately * (size - usual_samples_);
+    const double least = least_samples_ + kSlowly * (size - least_samples_);
+    least_samples_ = least_samples_ == 0 ? size : std::min(size, least);
     waiting_.push_back(std::move(request));
   }
   changed_.notify_one();
@@ -151,8 +154,10 @@ StatusOr<RequestQueue::Place> RequestQueue::Admit(Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
   const uint32_t num_reserved = reservations_.Count(now);
-  // Without its own samples: a small request beside large ones would be refused although it fits.
-  const auto num_samples = static_cast<uint32_t>(num_reserved * usual_samples_);
+  // The size of its own is not known yet. With that of a usual one, a small request beside large
+  // ones would be refused although it fits. Without any, requests of one size would be admitted
+  // here, sent, and refused by Submit as long as the queue has its most.
+  const auto num_samples = static_cast<uint32_t>(num_reserved * usual_samples_ + least_samples_);
   PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, num_samples, num_reserved));
   return Place(this, reservations_.Add(now));
 }
@@ -162,7 +167,7 @@ void RequestQueue::GiveBack(int64_t slice) {
   reservations_.Remove(slice);
 }
 
-// `num_samples`: its own, or those of the `num_reserved` requests that will be ahead of it.
+// `num_samples`: its own, with those of the `num_reserved` requests that will be ahead of it.
 Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
                                  uint32_t num_reserved) const {
   if (closed_) return Unavailable("the server is stopping: ask another one");

@@ -193,6 +193,7 @@ class RequestQueue {
   std::deque<std::shared_ptr<Waiting>> waiting_;
   uint64_t num_samples_ = 0;  // of the requests that wait
   double usual_samples_ = 0;  // of a request, lately
+  double least_samples_ = 0;  // of a small one, lately
   Reservations reservations_;
   uint32_t num_running_ = 0;  // requests
   uint64_t running_samples_ = 0;

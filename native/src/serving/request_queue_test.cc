@@ -169,6 +169,18 @@ TEST(RequestQueueTest, AdmittedRequestsCountAsQueued) {
   EXPECT_TRUE(AdmitsFew(&queue, kLong));
 }
 
+// Else each of them sends its message to be refused.
+TEST(RequestQueueTest, WhatIsAdmittedIsTakenWhereAllHaveOneSize) {
+  RequestQueue queue({.max_batch_size = 1});
+  ComputeSlowly(&queue);
+  const auto deadline = Clock::now() + std::chrono::seconds(10);
+  const auto submit = [&] {
+    return queue.Submit(std::make_shared<Request>(deadline, BatchOf({7}, {1}))).ok();
+  };
+  while (submit()) ASSERT_LT(queue.num_waiting(), 1000u);
+  EXPECT_FALSE(queue.Admit(deadline).ok());
+}
+
 // A request of the usual size would be refused.
 TEST(RequestQueueTest, ASmallRequestBesideLargeOnesIsAdmitted) {
   RequestQueue queue({});
