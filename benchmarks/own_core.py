@@ -7,9 +7,10 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["own_core"]
+__all__ = ["own_core", "preferred"]
 
 _PRIORITY = 5
+_NICE = -19
 
 
 @contextlib.contextmanager
@@ -37,6 +38,30 @@ def own_core(core: int | None, processes: Iterable[int]) -> Iterator[None]:
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
                 os.sched_setaffinity(thread, before.get(thread, anywhere))
+
+
+@contextlib.contextmanager
+def preferred(processes: Iterable[int]) -> Iterator[None]:
+    """Gives `processes` most of their cores, as `nice` does, where others use them.
+
+    Real-time threads of one core do not interrupt each other, as those of a server should. Threads that are
+    nice stay behind the others. PermissionError without the right to lower nice values.
+    """
+    processes = list(processes)
+    _renice(processes, _NICE)
+    try:
+        yield
+    finally:
+        _renice(processes, -_NICE)
+
+
+def _renice(processes: Iterable[int], change: int) -> None:
+    for process in processes:
+        with contextlib.suppress(OSError):  # systems without groups for sessions
+            Path(f"/proc/{process}/autogroup").write_text(str(min(change, 0)))
+    for thread in _threads(processes):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + change)
 
 
 def _threads(processes: Iterable[int]) -> list[int]:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -29,7 +30,7 @@ import numpy as np
 
 from benchmarks.arguments import core, number, whole
 from benchmarks.freshness import found, running
-from benchmarks.own_core import own_core
+from benchmarks.own_core import own_core, preferred
 from benchmarks.packet_traffic import PACKETS
 from benchmarks.served_models import MODELS, prepare, requests, use_version
 from benchmarks.serving_capacity import DEADLINE_S, overloaded, single, throughput
@@ -128,7 +129,7 @@ async def measure(
     )
 
 
-def main() -> None:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument(
         "model",
@@ -150,10 +151,28 @@ def main() -> None:
     parser.add_argument("--prepare", action="store_true", help="write the model into --folder, and end")
     parser.add_argument("--capacity", action="store_true", help="nothing but most requests/s and overload")
     parser.add_argument(
+        "--serve-options",
+        type=shlex.split,
+        default=[],
+        metavar="'OPTION ...'",
+        help="of persia-launcher serve, for the capacity: '--request-log FILE'",
+    )
+    parser.add_argument(
+        "--priority",
+        action="store_true",
+        help="prefer server and client, each on its core, for the capacity and the floors: on a machine\n"
+        "with other work",
+    )
+    parser.add_argument(
         "--torchserve-python",
         default=sys.executable,
         help="an interpreter with torchserve, torch-model-archiver, torch and numpy, for the floors",
     )
+    return parser
+
+
+def main() -> None:
+    parser = _parser()
     arguments = parser.parse_args()
     if arguments.model is None:
         sys.exit(print_floors(arguments))
@@ -179,9 +198,10 @@ def main() -> None:
         use_version(folder, 1)
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(cores)})  # the server inherits it, and computes with one thread
-        with served(folder, core=None) as server:
+        with served(folder, *arguments.serve_options, core=None) as server:
             os.sched_setaffinity(0, {min(cores)})
-            measure_capacity(server, folder, arguments.seconds)
+            with preferred([server[1], os.getpid()] if arguments.priority else []):
+                measure_capacity(server, folder, arguments.seconds)
 
 
 def print_floors(options: argparse.Namespace) -> int:
@@ -192,7 +212,9 @@ def print_floors(options: argparse.Namespace) -> int:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="persia-serving-")))
         missed = False
         print(f"cores: {len(os.sched_getaffinity(0))}, load average: {os.getloadavg()[0]:.1f}", flush=True)
-        for figure in all_figures(served, folder, options.seconds, options.torchserve_python):
+        for figure in all_figures(
+            served, folder, options.seconds, options.torchserve_python, options.priority
+        ):
             print(figure, flush=True)
             missed |= isinstance(figure, Figure) and not figure.is_met
     return int(missed)

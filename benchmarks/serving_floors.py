@@ -27,6 +27,7 @@ import numpy as np
 
 from benchmarks.freshness import found, running
 from benchmarks.grpc_load import INFER, closed_loop, open_loop
+from benchmarks.own_core import preferred
 from benchmarks.plain_model import encode
 from benchmarks.served_models import prepare, requests, use_version
 from benchmarks.serving_capacity import DEADLINE_S, IN_FLIGHT, TIMEOUT_S, overloaded, single, throughput
@@ -78,11 +79,11 @@ class Figure:
 
 
 def all_figures(
-    served: Served, folder: Path, seconds: float, torchserve_python: str
+    served: Served, folder: Path, seconds: float, torchserve_python: str, has_priority: bool = False
 ) -> Iterator[Figure | str]:
     """Measures them one after the other; a string says why one is left out.
 
-    `folder` keeps the models.
+    `folder` keeps the models. `has_priority`: server and client are preferred on their cores.
     """
     for name, num_rows in (("adult", 0), ("wide", 10_000_000), ("few", _FEW_ROWS)):
         if not (folder / name / "model").exists():
@@ -95,7 +96,7 @@ def all_figures(
     def apart(name: str, *options: str) -> Iterator[tuple[str, int]]:
         with _on({cores[-1]}):  # the server inherits it, and computes with one thread
             server = stack.enter_context(served(folder / name, *options, core=None))
-        with _on({cores[0]}):
+        with _on({cores[0]}), preferred([server[1], os.getpid()] if has_priority else []):
             yield server
         stack.close()
 

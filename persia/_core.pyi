@@ -117,8 +117,8 @@ class AnsweredRequests:
     """Requests of a share, on their way to a thread that logs them. Thread-safe."""
 
     def __init__(self, draw: Draw) -> None: ...
-    def offer(self, batch: Buffer) -> None:
-        """`batch`: of PersiaBatch.to_bytes. Never waits; dropped while too many wait."""
+    def offer(self, to_bytes: Callable[[], bytes]) -> None:
+        """`to_bytes`: of a PersiaBatch. Never waits. Not called for one that is dropped."""
 
     def next(self) -> bytes | None:
         """Waits for the bytes of one; None: it is closed and empty."""

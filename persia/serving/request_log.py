@@ -19,7 +19,7 @@ from persia.serving.sideline import Share
 
 _COUNTERS: list[Row] = [
     ("persia_serving_requests_logged", "num_written", "Requests written to --request-log."),
-    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged for lack of time."),
+    ("persia_serving_requests_not_logged", "num_dropped", "Requests not logged: lack of time or an error."),
 ]
 _CLOSE_S = 5.0
 _PRIVATE = 0o600  # requests are data of users
@@ -39,7 +39,7 @@ class RequestLog:
 
     def __init__(self, options: RequestLogOptions) -> None:
         """StorageError: the file cannot be written."""
-        self._num_written = 0
+        self._num_written, self._num_failed = 0, 0
         self._error = ""  # why the last request was not written
         self._options = options
         self._num_bytes = 0
@@ -55,10 +55,10 @@ class RequestLog:
 
     def offer(self, batch: PersiaBatch, request_id: str) -> None:
         if self._share.takes(request_id):
-            self.answered.offer(batch.to_bytes())
+            self.answered.offer(batch.to_bytes)
 
     def status(self) -> dict[str, Any]:
-        dropped = self.answered.num_dropped
+        dropped = self.answered.num_dropped + self._num_failed
         return {"num_written": self._num_written, "num_dropped": dropped, "error": self._error}
 
     def add_metrics(self, families: Families) -> None:
@@ -86,8 +86,19 @@ class RequestLog:
 
     def _run(self) -> None:
         lower_priority()  # requests that wait for an answer come first
-        while (content := self.answered.next()) is not None:
-            self._write(content)
+        while True:
+            try:
+                if (content := self.answered.next()) is None:
+                    return
+                # The gRPC port answers a batch without a look at its labels. One that cannot be read would
+                # make the whole file unreadable.
+                PersiaBatch.from_bytes(content)
+                self._write(content)
+            except Exception as failure:  # it must not end the thread
+                self._fail(f"a request is not logged: {failure}")
+            else:
+                self._num_written += 1
+                self._error = ""
 
     def _write(self, content: bytes) -> None:
         try:
@@ -95,13 +106,14 @@ class RequestLog:
                 self._open()
             if os.write(self._file, content) < len(content):
                 raise OSError("the disk is full")
-        except OSError as failure:
+        except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._num_bytes)  # a part of a batch would spoil the file
-            if str(failure) != self._error:
-                get_default_logger().error("%s (--request-log): %s", self._options.path, failure)
-            self._error = str(failure)
-            return
+            raise
         self._num_bytes += len(content)
-        self._num_written += 1
-        self._error = ""
+
+    def _fail(self, error: str) -> None:
+        self._num_failed += 1
+        if error != self._error:
+            get_default_logger().error("%s (--request-log): %s", self._options.path, error)
+        self._error = error

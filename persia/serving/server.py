@@ -203,13 +203,16 @@ async def _serve(
         )
         if observer.address:
             get_default_logger().info("metrics and status are at %s", observer.address)
-        reports = asyncio.create_task(_follow_model(front, inference, states))
+        tasks = [asyncio.create_task(_follow_model(front, inference, states))]
+        if inference.canary is not None:
+            tasks.append(asyncio.create_task(_reread_shares(inference.canary)))
         # Ready only now: a probe that passes earlier would send requests to a closed port.
         observer.serving = True
         with _advertised(options, port, observer.address):
             await stop.wait()
         observer.serving = False
-        reports.cancel()
+        for task in tasks:
+            task.cancel()
         # Load balancers must see NOT_SERVING before the port closes.
         await states.enter_graceful_shutdown()
         calls.end(WATCH, NOT_SERVING)
@@ -298,6 +301,15 @@ class _Attempts:
         return True
 
 
+async def _reread_shares(canary: Canary) -> None:
+    """The front draws by them without Python. Apart from health, which may wait for workers."""
+    reading = _Attempts("read the shares of the canary")
+    while True:
+        with reading:
+            canary.reread_shares()
+        await asyncio.sleep(_HEALTH_INTERVAL_S)
+
+
 async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
     """Reports health of the server as a whole (""), and by the names of the service and of the model."""
     model = inference.model
@@ -307,8 +319,6 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
     codes = health_pb2.HealthCheckResponse
     while True:
         with using:
-            if (canary := inference.canary) is not None:
-                canary.reread_shares()  # the front draws by them without Python
             if (current := model.current) is not used:
                 # Requests that the front reads by the features of the version before are checked again.
                 _use_inputs(front, inference)

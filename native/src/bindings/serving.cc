@@ -193,12 +193,14 @@ void BindDraws(py::module_& module) {
            py::arg("draw"))
       .def(
           "offer",
-          [](AnsweredRequests& self, const py::buffer& batch) {
-            const BytesArgument bytes(batch, "batch");
+          [](AnsweredRequests& self, const py::function& to_bytes) {
+            if (!self.HasRoom()) return;
+            const py::buffer batch = to_bytes();
+            const BytesArgument bytes(batch, "to_bytes()");
             const auto content = bytes.bytes();
             self.Offer(std::vector<std::byte>(content.begin(), content.end()));
           },
-          py::arg("batch"))
+          py::arg("to_bytes"))
       .def("next",
            [](AnsweredRequests& self) -> py::object {
              const auto next = WithoutGil([&] { return self.Next(); });

@@ -4,19 +4,33 @@
 #include <utility>
 
 namespace persia::serving {
-namespace {
 
-constexpr size_t kMaxWaiting = 64;  // each may have the size of a request
+void AnsweredRequests::Offer(std::shared_ptr<const Samples> samples) {
+  const uint64_t num_bytes = samples->memory.size();
+  Push({std::move(samples), {}, num_bytes});
+}
 
-}  // namespace
+void AnsweredRequests::Offer(std::vector<std::byte> batch) {
+  const uint64_t num_bytes = batch.size();
+  Push({nullptr, std::move(batch), num_bytes});
+}
+
+bool AnsweredRequests::HasRoom() {
+  const std::lock_guard lock(mutex_);
+  return HasRoomLocked();
+}
+
+bool AnsweredRequests::HasRoomLocked() {
+  if (!closed_ && waiting_.size() < kMaxWaiting && waiting_bytes_ < max_bytes_) return true;
+  ++num_dropped_;
+  return false;
+}
 
 void AnsweredRequests::Push(Answered answered) {
   {
     const std::lock_guard lock(mutex_);
-    if (closed_ || waiting_.size() >= kMaxWaiting) {
-      ++num_dropped_;
-      return;
-    }
+    if (!HasRoomLocked()) return;
+    waiting_bytes_ += answered.num_bytes;
     waiting_.push_back(std::move(answered));
   }
   changed_.notify_one();
@@ -30,9 +44,10 @@ std::optional<StatusOr<std::vector<std::byte>>> AnsweredRequests::Next() {
     if (waiting_.empty()) return std::nullopt;
     next = std::move(waiting_.front());
     waiting_.pop_front();
+    waiting_bytes_ -= next.num_bytes;
   }
-  if (next.request == nullptr) return std::move(next.batch);
-  const Samples& samples = next.request->samples();
+  if (next.samples == nullptr) return std::move(next.batch);
+  const Samples& samples = *next.samples;
   if (samples.is_batch) {
     const auto batch = samples.memory.span();
     return std::vector<std::byte>(batch.begin(), batch.end());

@@ -35,13 +35,6 @@ FrontOptions Impatient() {
   return options;
 }
 
-// So patient that no connection is closed for its age.
-FrontOptions Patient() {
-  FrontOptions options;
-  options.grpc.patience = std::chrono::hours(1);
-  return options;
-}
-
 // Waits until the server has closed the connection; with bytes that it has not read, it resets it.
 bool IsClosed(int fd) {
   std::array<char, 4096> bytes;
@@ -342,46 +335,6 @@ TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
   const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
   front_->Finish(Begun(), GrpcCode::kOk, "");
   EXPECT_EQ(client.End(id).status, "0");
-}
-
-// Of an overloaded server clients learn that a call is refused before they send its message.
-TEST_F(BoundsTest, MessagesOfRefusedCallsAreNotSent) {
-  constexpr uint32_t kWide = 1 << 20;
-  queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000, .max_queued = 1});
-  Start(Patient());
-  Client client(port_);
-  const std::string small = RequestOf(BatchOf({7}, {1}));
-  const std::string large =
-      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
-  // The window of these changes while they are sent.
-  const std::string half(30'000, 'x');
-  const std::string begun = std::string("\0\0\0\xea\x60", 5) + half;  // of 60,000 bytes
-  const int32_t whole = client.BeginAndStop("/a.B/C", begun);
-  const CallId call = Begun();
-  const int32_t queued = client.Begin(kInfer, small);
-  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 1; }));
-  ASSERT_TRUE(Eventually([&] {
-    std::vector<int32_t> many;
-    for (int i = 0; i < 100; ++i) many.push_back(client.Begin(kInfer, small));
-    for (const int32_t one : many) EXPECT_EQ(client.End(one).status, "8");
-    return client.stream_window() < kWide;
-  }));
-  const int32_t refused = client.Begin(kInfer, large);
-  EXPECT_EQ(client.End(refused).status, "8");
-  EXPECT_GT(client.unsent(refused), large.size() / 2);
-  client.Continue(whole, half);
-  EXPECT_EQ(Await(CallEvent::Kind::kMessage).message.bytes.size(), 2 * half.size());
-  front_->Finish(call, GrpcCode::kOk, "");
-  client.End(whole);
-  // What is admitted is sent.
-  StartComputing();
-  EXPECT_EQ(client.End(queued).status, "0");
-  EXPECT_LT(client.stream_window(), kWide);
-  EXPECT_EQ(client.Call(kInfer, large).status, "0");
-  EXPECT_TRUE(Eventually([&] {
-    EXPECT_EQ(client.Call(kInfer, large).status, "0");
-    return client.stream_window() == kWide;
-  }));
 }
 
 // Refuses all calls, the second time that a client calls only once it may.

@@ -50,7 +50,7 @@ class Front::Outlet {
 };
 
 // A request that was submitted, answered by the thread that computes its batch.
-class Front::InferCall : public Waiting, public std::enable_shared_from_this<InferCall> {
+class Front::InferCall : public Waiting {
  public:
   // `log`: of those that it is drawn for; null: none.
   InferCall(const Front& front, CallId call, const Infer& infer, InferRequest request,
@@ -77,7 +77,7 @@ class Front::InferCall : public Waiting, public std::enable_shared_from_this<Inf
     if (!End(GrpcCode::kOk)) return;
     std::string reply = EncodeInferResponse(prediction, id_, positions_, begin, size());
     outlet_->With([&](GrpcServer& server) { server.Reply(call_, std::move(reply)); });
-    if (log_ != nullptr) log_->Offer(shared_from_this());
+    if (log_ != nullptr) log_->Offer(shared_samples());
   }
   void Fail(GrpcCode code, const std::string& message) override {
     if (!End(code)) return;
@@ -241,8 +241,7 @@ void Front::OnEnd(CallId call) {
   }
   std::shared_ptr<AnsweredRequests> log;
   if (request.has_value()) {
-    const bool is_drawn = options_.canary != nullptr || options_.log != nullptr;
-    const std::string draw_id = is_drawn && request->id.empty() ? RandomId() : request->id;
+    const std::string draw_id = request->id.empty() && MayBeDrawn() ? RandomId() : request->id;
     if (options_.log != nullptr && options_.log->draw().Takes(draw_id)) log = options_.log;
     if (IsForPython(*request, draw_id)) {
       infer.head.draw_id = draw_id;
@@ -261,6 +260,13 @@ void Front::OnEnd(CallId call) {
   if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }
+}
+
+// Whether several draws of one request have to agree.
+bool Front::MayBeDrawn() const {
+  const auto has_share = [](const Draw* draw) { return draw != nullptr && draw->share() > 0; };
+  return has_share(options_.canary.get()) || has_share(options_.shadow.get()) ||
+         (options_.log != nullptr && has_share(&options_.log->draw()));
 }
 
 bool Front::IsForPython(const InferRequest& request, const std::string& draw_id) const {

@@ -86,6 +86,7 @@ class Front : private CallHandler {
   void OnClosed(CallId call) override;
 
   bool IsForPython(const InferRequest& request, const std::string& draw_id) const;
+  bool MayBeDrawn() const;
   bool HasToken(const CallHead& head) const;
   void HandOver(CallId call, Infer* infer);
   void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);

@@ -18,6 +18,13 @@ namespace persia::serving::testing {
 
 inline const std::string kInfer = "/inference.GRPCInferenceService/ModelInfer";
 
+// So patient that no connection is closed for its age.
+inline FrontOptions Patient() {
+  FrontOptions options;
+  options.grpc.patience = std::chrono::hours(1);
+  return options;
+}
+
 class FrontTest : public ::testing::Test {
  protected:
   void Start(FrontOptions options = {}) {

@@ -68,6 +68,8 @@ struct GrpcOptions {
   uint32_t max_connections = 4096;       // the limit of open files may permit fewer
   // With a client that begins no call, or does not read or send what it should.
   std::chrono::milliseconds patience{10'000};
+  // For how long after many refusals clients are to send header fields alone.
+  std::chrono::milliseconds overload{1000};
   std::shared_ptr<net::TlsFiles> tls;  // null: none
 };
 

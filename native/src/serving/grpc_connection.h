@@ -33,7 +33,7 @@ struct GrpcShared {
   CallId next_call = 1;
   const std::shared_ptr<HeldBytes> held_bytes = std::make_shared<HeldBytes>(0);
   uint32_t num_refused = 0;      // since the server's thread last waited
-  uint32_t num_turned_away = 0;  // refused before their messages, since the last look at deadlines
+  uint32_t num_turned_away = 0;  // for lack of room, since the last look at deadlines
   bool is_overloaded = false;    // many were, lately
 };
 

@@ -13,7 +13,7 @@ constexpr size_t kFirstBytes = 64 << 10;  // that are reserved for a message bef
 // No method needs more, and each costs more than its bytes.
 constexpr uint32_t kMaxMessages = 256;
 constexpr size_t kMaxMethodBytes = 256;  // longer than any method; the rest is not kept
-// While many calls are refused. Small requests still need no turn of the network.
+// While many calls are refused. Small requests still need no round trip.
 constexpr uint32_t kNarrowWindow = 1 << 10;
 
 }  // namespace

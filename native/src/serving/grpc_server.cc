@@ -24,7 +24,6 @@ constexpr int kMaxAccepts = 64;                  // before the accepted are read
 constexpr size_t kMaxUnproven = 128;             // that close others; more close each other
 constexpr std::chrono::milliseconds kTick{50};   // between two looks at deadlines
 constexpr uint32_t kManyRefusals = 10;           // of calls, between them
-constexpr std::chrono::seconds kOverload{1};     // lasts so long after them
 
 void Signal(int fd) {
   const uint64_t one = 1;
@@ -269,6 +268,8 @@ void GrpcServer::Apply(Action action) {
   } else {
     text = std::move(action.bytes);
   }
+  // Refused once its message had arrived, which a narrow window would have delayed.
+  if (action.code == GrpcCode::kResourceExhausted) ++shared_.num_turned_away;
   if (action.has_end) connection->Finish(stream, action.code, std::move(text));
 }
 
@@ -293,7 +294,7 @@ void GrpcServer::Remove(uint64_t tag) { connections_.erase(tag); }
 void GrpcServer::OnTimer() {
   const auto now = Clock::now();
   if (std::exchange(shared_.num_turned_away, 0) >= kManyRefusals) {
-    overloaded_until_ = now + kOverload;
+    overloaded_until_ = now + shared_.options.overload;
   }
   shared_.is_overloaded = now < overloaded_until_;
   std::vector<uint64_t> ended;

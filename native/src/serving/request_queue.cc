@@ -9,6 +9,7 @@ namespace persia::serving {
 namespace {
 
 constexpr double kLately = 0.1;  // the share of the last batch in averages
+constexpr double kSlowly = 0.01;
 constexpr double kFlat = 1e-3;  // sizes whose variance is a smaller share of their square are equal
 // An estimate is exceeded half of the time, and an answer that is late was computed for nothing. So
 // a request is admitted if it would wait for less than this share of the time that is left.
@@ -51,9 +52,9 @@ double BatchTimes::Estimate(uint64_t num_batches, uint64_t num_samples) const {
   return static_cast<double>(num_batches) * batch_s + static_cast<double>(num_samples) * sample_s;
 }
 
-// ---- promises
+// ---- reservations
 
-int64_t Promises::Add(Clock::time_point now) {
+int64_t Reservations::Add(Clock::time_point now) {
   const int64_t number = SliceOf(now);
   Slice& slice = slices_[number % 2];
   if (slice.number != number) slice = {.number = number};
@@ -61,12 +62,12 @@ int64_t Promises::Add(Clock::time_point now) {
   return number;
 }
 
-void Promises::Remove(int64_t number) {
+void Reservations::Remove(int64_t number) {
   Slice& slice = slices_[number % 2];
   if (slice.number == number) --slice.num;
 }
 
-uint32_t Promises::Count(Clock::time_point now) const {
+uint32_t Reservations::Count(Clock::time_point now) const {
   uint32_t num = 0;
   for (const Slice& slice : slices_) num += slice.number + 1 >= SliceOf(now) ? slice.num : 0;
   return num;
@@ -141,6 +142,8 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
     const double size = request->size();
     usual_samples_ =
         usual_samples_ == 0 ? size : usual_samples_ + kLately * (size - usual_samples_);
+    const double least = least_samples_ + kSlowly * (size - least_samples_);
+    least_samples_ = least_samples_ == 0 ? size : std::min(size, least);
     waiting_.push_back(std::move(request));
   }
   changed_.notify_one();
@@ -150,23 +153,32 @@ Status RequestQueue::Submit(std::shared_ptr<Waiting> request) {
 StatusOr<RequestQueue::Place> RequestQueue::Admit(Clock::time_point deadline) {
   const std::lock_guard lock(mutex_);
   const auto now = Clock::now();
-  const uint32_t num = promises_.Count(now) + 1;
-  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, static_cast<uint32_t>(num * usual_samples_)));
-  return Place(this, promises_.Add(now));
+  const uint32_t num_reserved = reservations_.Count(now);
+  // The size of its own is not known yet. With that of a usual one, a small request beside large
+  // ones would be refused although it fits. Without any, requests of one size would be admitted
+  // here, sent, and refused by Submit as long as the queue has its most.
+  const auto num_samples = static_cast<uint32_t>(num_reserved * usual_samples_ + least_samples_);
+  PERSIA_RETURN_IF_ERROR(AdmitLocked(deadline, num_samples, num_reserved));
+  return Place(this, reservations_.Add(now));
 }
 
 void RequestQueue::GiveBack(int64_t slice) {
   const std::lock_guard lock(mutex_);
-  promises_.Remove(slice);
+  reservations_.Remove(slice);
 }
 
-Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const {
+// `num_samples`: its own, with those of the `num_reserved` requests that will be ahead of it.
+Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
+                                 uint32_t num_reserved) const {
   if (closed_) return Unavailable("the server is stopping: ask another one");
-  if (waiting_.size() >= options_.max_queued) {
-    return ResourceExhausted(waiting_.size(),
+  const size_t num_ahead = waiting_.size() + num_reserved;
+  if (num_ahead >= options_.max_queued) {
+    return ResourceExhausted(num_ahead,
                              " requests wait already (--max-queued): try again later, or ask "
                              "another server");
   }
+  // An idle server takes every request: the estimate may be of a time when it was slow.
+  if (num_ahead == 0 && num_running_ == 0) return Status::Ok();
   const auto now = Clock::now();
   const double left_s = Seconds(deadline - now);
   const double wait_s = EstimateLocked(num_samples, now);
@@ -181,8 +193,6 @@ Status RequestQueue::AdmitLocked(Clock::time_point deadline, uint32_t num_sample
 
 // Until a request with so many samples that is queued now would have its answer.
 double RequestQueue::EstimateLocked(uint32_t num_samples, Clock::time_point now) const {
-  // An idle server takes every request: the estimate may be of a time when it was slow.
-  if (waiting_.empty() && num_running_ == 0) return 0;
   const auto batches = [&](uint64_t samples) {
     return (samples + options_.max_batch_size - 1) / options_.max_batch_size;
   };

@@ -32,7 +32,7 @@ using net::Clock;
 class Waiting {
  public:
   Waiting(Samples samples, Clock::time_point deadline)
-      : samples_(std::move(samples)), deadline_(deadline) {}
+      : samples_(std::make_shared<const Samples>(std::move(samples))), deadline_(deadline) {}
   virtual ~Waiting() = default;
 
   // With the outputs of its batch, where its samples begin at `begin`. From any thread.
@@ -41,15 +41,17 @@ class Waiting {
   // After all requests of a batch have been answered: what was to be sent may wait until then.
   virtual void Deliver() {}
 
-  const Samples& samples() const { return samples_; }
-  uint32_t size() const { return samples_.size(); }
+  const Samples& samples() const { return *samples_; }
+  // May outlive the request.
+  const std::shared_ptr<const Samples>& shared_samples() const { return samples_; }
+  uint32_t size() const { return samples_->size(); }
   Clock::time_point deadline() const { return deadline_; }
   // Its client waits no longer: it need not be computed. Thread-safe.
   void GiveUp() { given_up_.store(true, std::memory_order_relaxed); }
   bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
  private:
-  const Samples samples_;
+  const std::shared_ptr<const Samples> samples_;
   const Clock::time_point deadline_;
   std::atomic<bool> given_up_ = false;
 };
@@ -77,7 +79,7 @@ class BatchTimes {
 
 // Requests that were admitted and have not arrived yet. Each is counted for 50 to 100 ms: one of a
 // client that sends slowly keeps no other request out for longer. Not thread-safe.
-class Promises {
+class Reservations {
  public:
   // Returns what Remove needs.
   int64_t Add(Clock::time_point now);
@@ -87,7 +89,7 @@ class Promises {
  private:
   struct Slice {
     int64_t number = 0;  // of a slice of time
-    uint32_t num = 0;    // of the promises that were made in it
+    uint32_t num = 0;    // of the reservations made in it
   };
 
   std::array<Slice, 2> slices_;
@@ -161,8 +163,8 @@ class RequestQueue {
   // Answer nor Fail is called then. Ends no other request: that may need locks of Python, for which
   // the network's thread must not wait.
   Status Submit(std::shared_ptr<Waiting> request);
-  // Before its message has arrived. kResourceExhausted: a request of the usual size with this
-  // deadline would be refused.
+  // Before its message has arrived, which tells its size. kResourceExhausted: the requests ahead
+  // would take too long, those with a reservation among them, or are too many.
   StatusOr<Place> Admit(Clock::time_point deadline);
   // Waits for requests; null once it is closed and empty. Requests whose time has passed are
   // failed.
@@ -176,7 +178,8 @@ class RequestQueue {
   friend class Batch;
   using Requests = std::vector<std::shared_ptr<Waiting>>;
 
-  Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples) const;
+  Status AdmitLocked(Clock::time_point deadline, uint32_t num_samples,
+                     uint32_t num_reserved = 0) const;
   double EstimateLocked(uint32_t num_samples, Clock::time_point now) const;
   void GiveBack(int64_t slice);
   void DropLate(Requests* late);
@@ -190,7 +193,8 @@ class RequestQueue {
   std::deque<std::shared_ptr<Waiting>> waiting_;
   uint64_t num_samples_ = 0;  // of the requests that wait
   double usual_samples_ = 0;  // of a request, lately
-  Promises promises_;
+  double least_samples_ = 0;  // of a small one, lately
+  Reservations reservations_;
   uint32_t num_running_ = 0;  // requests
   uint64_t running_samples_ = 0;
   uint32_t num_parts_ = 0;   // of batches that were split, not computed yet

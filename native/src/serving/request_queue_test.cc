@@ -115,46 +115,85 @@ TEST(RequestQueueTest, PartsOfABatchAreAheadOfWhatIsQueued) {
             StatusCode::kResourceExhausted);
 }
 
-TEST(RequestQueueTest, PromisesAreForgotten) {
+TEST(RequestQueueTest, ReservationsAreForgotten) {
   using std::chrono::milliseconds;
-  Promises promises;
+  Reservations reservations;
   const Clock::time_point begin{milliseconds(1'000'000)};
-  const int64_t slice = promises.Add(begin);
-  promises.Add(begin + milliseconds(49));
-  const int64_t next = promises.Add(begin + milliseconds(50));
-  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 3u);
-  promises.Remove(slice);
-  EXPECT_EQ(promises.Count(begin + milliseconds(99)), 2u);
-  EXPECT_EQ(promises.Count(begin + milliseconds(100)), 1u);
-  promises.Add(begin + milliseconds(100));
-  promises.Remove(slice);  // of a time that was forgotten
-  promises.Remove(next);
-  EXPECT_EQ(promises.Count(begin + milliseconds(149)), 1u);
-  EXPECT_EQ(promises.Count(begin + milliseconds(500)), 0u);
+  const int64_t slice = reservations.Add(begin);
+  reservations.Add(begin + milliseconds(49));
+  const int64_t next = reservations.Add(begin + milliseconds(50));
+  EXPECT_EQ(reservations.Count(begin + milliseconds(99)), 3u);
+  reservations.Remove(slice);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(99)), 2u);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(100)), 1u);
+  reservations.Add(begin + milliseconds(100));
+  reservations.Remove(slice);  // of a time that was forgotten
+  reservations.Remove(next);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(149)), 1u);
+  EXPECT_EQ(reservations.Count(begin + milliseconds(500)), 0u);
+}
+
+// Computes a batch of one request within half a second or more.
+void ComputeSlowly(RequestQueue* queue, const std::string& content = BatchOf({7}, {1})) {
+  ASSERT_TRUE(queue->Submit(RequestFor(kLong, content)).ok());
+  const auto batch = queue->Next();
+  std::this_thread::sleep_for(std::chrono::milliseconds(500));
+  batch->Answer({"m", "7", {}, {}});
+}
+
+// Whether requests are refused before any of the admitted ones has arrived.
+bool AdmitsFew(RequestQueue* queue, std::chrono::seconds left) {
+  const auto deadline = Clock::now() + left;
+  std::vector<RequestQueue::Place> places;
+  while (places.size() < 10'000) {
+    auto place = queue->Admit(deadline);
+    if (!place.ok()) break;
+    places.push_back(std::move(place).value());
+  }
+  const bool is_refused = !places.empty() && places.size() < 10'000;
+  places.clear();
+  return is_refused && queue->Admit(deadline).ok();
 }
 
 // Header fields arrive long before messages where many requests come at once.
 TEST(RequestQueueTest, AdmittedRequestsCountBeforeTheyArrive) {
   RequestQueue queue({.max_batch_size = 1});
+  ComputeSlowly(&queue);
+  EXPECT_TRUE(AdmitsFew(&queue, std::chrono::seconds(10))) << "an idle server";
   ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
-  {
-    const auto batch = queue.Next();
-    std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    batch->Answer({"m", "7", {}, {}});
-  }
-  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
-  // There is time for 12 of them.
+  EXPECT_TRUE(AdmitsFew(&queue, std::chrono::seconds(10)));
+}
+
+TEST(RequestQueueTest, AdmittedRequestsCountAsQueued) {
+  RequestQueue queue({.max_queued = 4});
+  EXPECT_TRUE(AdmitsFew(&queue, kLong));
+}
+
+// Else each of them sends its message to be refused.
+TEST(RequestQueueTest, WhatIsAdmittedIsTakenWhereAllHaveOneSize) {
+  RequestQueue queue({.max_batch_size = 1});
+  ComputeSlowly(&queue);
   const auto deadline = Clock::now() + std::chrono::seconds(10);
-  std::vector<RequestQueue::Place> places;
-  bool is_refused = false;
-  while (!is_refused && places.size() < 10'000) {
-    auto place = queue.Admit(deadline);
-    is_refused = !place.ok();
-    if (!is_refused) places.push_back(std::move(place).value());
-  }
-  EXPECT_TRUE(is_refused);
-  places.clear();
-  EXPECT_TRUE(queue.Admit(deadline).ok());
+  const auto submit = [&] {
+    return queue.Submit(std::make_shared<Request>(deadline, BatchOf({7}, {1}))).ok();
+  };
+  while (submit()) ASSERT_LT(queue.num_waiting(), 1000u);
+  EXPECT_FALSE(queue.Admit(deadline).ok());
+}
+
+// A request of the usual size would be refused.
+TEST(RequestQueueTest, ASmallRequestBesideLargeOnesIsAdmitted) {
+  RequestQueue queue({});
+  const std::string large = BatchOf(std::vector<uint64_t>(100, 7), std::vector<float>(100, 1));
+  const auto began = Clock::now();
+  ComputeSlowly(&queue, large);
+  const auto took = std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - began);
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  queue.Next()->Answer({"m", "7", {}, {}});
+  ASSERT_TRUE(queue.Submit(RequestFor(kLong)).ok());
+  EXPECT_TRUE(queue.Admit(Clock::now() + took).ok());
+  EXPECT_EQ(queue.Submit(RequestFor(took, large)).code(), StatusCode::kResourceExhausted);
+  EXPECT_TRUE(queue.Submit(RequestFor(took)).ok());
 }
 
 }  // namespace

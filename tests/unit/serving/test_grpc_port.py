@@ -158,6 +158,33 @@ def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
     assert 0 < num_logged < len(answered)
 
 
+def test_what_no_reader_takes_is_not_logged(
+    inference: Inference, may_answer: threading.Event, tmp_path: Path
+) -> None:
+    """The gRPC port answers without a look at labels, of which a reader of the log wants more."""
+    may_answer.set()
+    label = Label(np.ones((BATCH.batch_size, 1), np.float32), "clicks")
+    labelled = PersiaBatch(BATCH.id_type_features, labels=[label]).to_bytes()
+    bare = bytearray(PersiaBatch(BATCH.id_type_features, requires_grad=False).to_bytes())
+    bare[8] = 1  # requires_grad, which needs labels
+    contents = [bytes(bare), labelled.replace(b"clicks", b"click\xff"), labelled]
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log"))
+
+    async def scenario() -> None:
+        async with served(replace(inference, request_log=log)) as channel:
+            ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for content in contents:
+                request = message("ModelInferRequest")(model_name="m")
+                asked = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
+                asked.bytes_contents.append(content)
+                await ask(request.SerializeToString())
+
+    asyncio.run(scenario())
+    log.close()
+    assert split_batches((tmp_path / "log").read_bytes()) == [labelled]
+    assert (log.status()["num_written"], log.status()["num_dropped"]) == (1, 2)
+
+
 def test_watchers_see_that_the_server_stops(inference: Inference) -> None:
     async def scenario() -> list[int]:
         seen = []

@@ -7,6 +7,7 @@ import os
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -128,6 +129,33 @@ def test_a_batch_that_does_not_fit_the_disk_is_left_out(
     log.close()
     assert users(tmp_path / "log") == [0, 3]
     assert log.status()["num_written"] == 2
+
+
+def test_no_error_ends_a_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    write, calls = os.write, []
+
+    def writing(file: int, content: bytes) -> int:
+        calls.append(len(content))
+        if len(calls) == 1:
+            raise ValueError("a fault")
+        return write(file, content)
+
+    monkeypatch.setattr("persia.serving.request_log.os.write", writing)
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log"))
+    for user in range(3):
+        log.offer(batch(user), "")
+    log.close()
+    assert users(tmp_path / "log") == [1, 2]
+    assert (log.status()["num_written"], log.status()["num_dropped"]) == (2, 1)
+
+
+def test_what_is_dropped_is_not_encoded(tmp_path: Path) -> None:
+    log = RequestLog(RequestLogOptions(path=tmp_path / "log"))
+    log.close()
+    dropped = Mock()
+    log.offer(dropped, "")
+    dropped.to_bytes.assert_not_called()
+    assert log.status()["num_dropped"] == 1
 
 
 def test_a_share_in_a_file_is_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
