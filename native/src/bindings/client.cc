@@ -198,6 +198,14 @@ void BindClient(py::module_& module) {
   const auto timeout = py::arg("timeout_s") = 60.0;
   const auto slots = py::arg("slots") = client::kAllSlots;
   const auto as_rows = py::arg("as_rows") = false;
+  py::class_<OtherRows>(module, "OtherRows")
+      .def("__enter__",
+           [](const OtherRows& self) {
+             RaiseIfError(WithoutGil([&] { return self.client->BeginOtherRows(self.what); }));
+           })
+      .def("__exit__", [](const OtherRows& self, const py::args&) {
+        WithoutGil([&] { self.client->EndOtherRows(); });
+      });
   // The destructor may wait for threads that need the GIL to end their callbacks; so it runs
   // without it. The same holds for every role below.
   py::class_<EmbeddingClient, std::shared_ptr<EmbeddingClient>>(
@@ -223,14 +231,6 @@ void BindClient(py::module_& module) {
             return OtherRows{std::move(self), std::move(what)};
           },
           py::arg("what"));
-  py::class_<OtherRows>(module, "OtherRows")
-      .def("__enter__",
-           [](const OtherRows& self) {
-             RaiseIfError(WithoutGil([&] { return self.client->BeginOtherRows(self.what); }));
-           })
-      .def("__exit__", [](const OtherRows& self, const py::args&) {
-        WithoutGil([&] { self.client->EndOtherRows(); });
-      });
   BindImplementations(module);
 }
 

@@ -23,7 +23,7 @@
 namespace persia::client {
 namespace {
 
-constexpr uint64_t kNumIds = 200'000;  // four slabs of cells, the last one not whole
+constexpr uint64_t kNumArrayIds = 200'000;  // four slabs of cells, the last one not whole
 
 // Of single IDs and bags, alone and in a shared group, beside a slot that is no array.
 std::vector<SlotConfig> ArraySlots(uint64_t num_array_ids, const SlotRowConfig& rows = {}) {
@@ -46,7 +46,7 @@ std::vector<SlotConfig> ArraySlots(uint64_t num_array_ids, const SlotRowConfig& 
 uint64_t RandomId(std::mt19937& rng) {
   switch (rng() % 4) {
     case 0: return 65'500 + rng() % 80;
-    case 1: return kNumIds - 1 - rng() % 3;
+    case 1: return kNumArrayIds - 1 - rng() % 3;
     default: return rng() % 40;
   }
 }
@@ -99,7 +99,7 @@ struct Pair {
   Pair(EmbeddingBagsOptions options, const TrainConfig& config, const SlotRowConfig& rows = {}) {
     options.slots = ArraySlots(0, rows);
     hash = Make(options, config);
-    options.slots = ArraySlots(kNumIds, rows);
+    options.slots = ArraySlots(kNumArrayIds, rows);
     array = Make(options, config);
   }
 
@@ -272,7 +272,7 @@ TEST(ArraySlotsTest, AClearDuringASnapshotCopiesNoRows) {
 TEST(ArraySlotsTest, OtherCallsUseTheSameRows) {
   Pair pair(Options({}, 1, 450, 2), Sgd());
   std::mt19937 rng(5);
-  const std::vector<uint64_t> ids = {3, 65'535, 65'536, kNumIds - 1};
+  const std::vector<uint64_t> ids = {3, 65'535, 65'536, kNumArrayIds - 1};
   const std::vector<float> rows(ids.size() * 16, 0.25f);
   for (int step = 0; step < 20; ++step) {
     for (EmbeddingBags* bags : {pair.hash.get(), pair.array.get()}) {
@@ -288,7 +288,7 @@ TEST(ArraySlotsTest, OtherCallsUseTheSameRows) {
 }
 
 TEST(ArraySlotsTest, LoadedRowsAreFound) {
-  const auto bags = Make(Options(ArraySlots(kNumIds)), SgdFromZero());
+  const auto bags = Make(Options(ArraySlots(kNumArrayIds)), SgdFromZero());
   const std::vector<uint64_t> signs = {(uint64_t{2} << 56) + 65'536, (uint64_t{2} << 56) + 1};
   const std::vector<float> rows(2 * 16, 0.5f);
   const std::vector<uint32_t> ages = {0, 5};
@@ -305,8 +305,8 @@ TEST(ArraySlotsTest, LoadedRowsAreFound) {
 }
 
 TEST(ArraySlotsTest, AnIdBeyondTheBoundIsRefusedBeforeAnythingIsUsed) {
-  const auto bags = Make(Options(ArraySlots(kNumIds)), SgdFromZero());
-  for (const uint64_t id : {kNumIds, ~uint64_t{0}}) {
+  const auto bags = Make(Options(ArraySlots(kNumArrayIds)), SgdFromZero());
+  for (const uint64_t id : {kNumArrayIds, ~uint64_t{0}}) {
     std::vector<SlotIds> batch(6, {{1}});
     batch[2] = {{id}};
     const FlatBatch flat = Flatten(batch);
