@@ -10,7 +10,8 @@ namespace persia::client {
 Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
   if (dtype_ != worker::WireDtype::kFloat32) {
     return InvalidArgument(
-        "consistency='exact' with 16 bits a float on the wire: set PERSIA_WIRE_DTYPE to float32, or "
+        "consistency='exact' with 16 bits a float on the wire: set PERSIA_WIRE_DTYPE to float32, "
+        "or "
         "use another mode");
   }
   const std::lock_guard lock(exact_mutex_);
