@@ -11,8 +11,7 @@ Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
   if (dtype_ != worker::WireDtype::kFloat32) {
     return InvalidArgument(
         "consistency='exact' with 16 bits a float on the wire: set PERSIA_WIRE_DTYPE to float32, "
-        "or "
-        "use another mode");
+        "or use another mode");
   }
   const std::lock_guard lock(exact_mutex_);
   if (num_exact_ > 0) PERSIA_RETURN_IF_ERROR(exact_->CheckIdle("an exact context was begun"));
