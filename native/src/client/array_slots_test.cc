@@ -60,7 +60,7 @@ std::vector<SlotIds> RandomIds(std::mt19937& rng, size_t num_slots, size_t min_s
     for (auto& ids : slots[slot]) {
       ids.resize(is_single ? 1 : rng() % 5);
       for (uint64_t& id : ids) {
-        id = min_samples > 1 && rng() % 4 == 0 ? rng() % kNumIds : RandomId(rng);
+        id = min_samples > 1 && rng() % 4 == 0 ? rng() % kNumArrayIds : RandomId(rng);
       }
     }
   }
@@ -192,7 +192,7 @@ TEST(ArraySlotsTest, ARowInUseStaysWhenOthersExpire) {
   config.time_to_live_sec = 0.4f;
   // If the machine stops this process for so long that the row is not in use: once more.
   for (int attempt = 0; attempt < 50; ++attempt) {
-    const auto bags = Make(Options(ArraySlots(kNumIds), 1, 1'000'000, 1), config);
+    const auto bags = Make(Options(ArraySlots(kNumArrayIds), 1, 1'000'000, 1), config);
     const std::vector<SlotIds> both(6, {{1}, {2}}), one(6, {{1}});
     Clock::duration longest{};  // between two uses
     auto last = Clock::now();
