@@ -175,6 +175,8 @@ def main() -> None:
     parser = _parser()
     arguments = parser.parse_args()
     if arguments.model is None:
+        if arguments.capacity or arguments.prepare or arguments.serve_options or arguments.core is not None:
+            parser.error("name a model, as in: python -m benchmarks.serving adult --capacity")
         sys.exit(print_floors(arguments))
     if arguments.prepare and arguments.folder is None:
         parser.error("--prepare needs --folder, where the model stays")

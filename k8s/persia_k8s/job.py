@@ -109,9 +109,9 @@ class ParameterServerSpec(RoleSpec):
     """Fields of the parameter servers."""
 
     standbys: StrictInt = Field(default=0, ge=0, le=1)
-    """Standbys of each server, made of the same fields: a second copy of the rows, in pods of their own. The
-    global config has to say the same (`embedding_parameter_server_config.standbys`). It is fixed when the job
-    starts, and again when a suspended job is resumed."""
+    """Number of standbys of each server: pods with a second copy of its rows, made from the fields of this
+    role. Set `embedding_parameter_server_config.standbys` of the global config to the same number. Not
+    allowed beside `inference`. It is fixed when the job starts, and again when a suspended job is resumed."""
 
 
 class NnWorkerSpec(RoleSpec):

@@ -61,8 +61,9 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
         model, embedding_config, threadpool_worker_size, device_id, slots, global_config, backend: as for
             `EmbeddingCtx`.
         consistency: "hybrid": lookups run ahead of updates by `embedding_staleness` batches; "synchronous":
-            each step sees the updates of all ranks' steps before it; "exact": both, for one rank;
-            "asynchronous": without a bound. Slots may have a mode of their own in the embedding config.
+            each step sees the updates of all ranks' steps before it; "exact", for one rank: lookups run
+            ahead, and each step sees every update before it; "asynchronous": without a bound. Slots may have
+            a mode of their own in the embedding config.
         before_dense_step: called with nothing when the dense gradients are complete, averaged over ranks
             and unscaled: the place to clip them.
         on_embedding_gradient: called for every slot of a batch with its name and gradient, unscaled float32

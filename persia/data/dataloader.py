@@ -11,7 +11,6 @@ from persia.data.dataset import IterableDatasetBase
 from persia.embedding.checks import at_least
 from persia.errors import FailedPreconditionError, InvalidTypeError
 from persia.job.batch_pipeline import BatchPipeline
-from persia.logger import get_default_logger
 from persia.observability.phases import WAIT_FOR_BATCH
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.prefetch import Prefetcher
@@ -53,12 +52,6 @@ class DataLoader:
             at_least(1, "embedding_staleness", embedding_staleness)
         if reproducible and embedding_staleness is None:
             embedding_staleness = 1
-        if reproducible and embedding_staleness != 1:
-            get_default_logger().warning(
-                "reproducible=True with embedding_staleness=%d fixes the order of batches only: lookups and "
-                "updates of several batches race",
-                embedding_staleness,
-            )
         self.dataset = dataset
         # Lookups that race would insert and evict rows in another order in each run.
         self.num_workers = 1 if reproducible else num_workers

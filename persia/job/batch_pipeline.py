@@ -172,7 +172,7 @@ class BatchPipeline:
         self.check_rows()  # first: after an error a script may load a checkpoint, and begin again
         stages = self._stages(embedding_staleness)
         loose = [stage.mode for stage in stages if stage.mode.bound != 1]
-        if reproducible and embedding_staleness == 1 and loose and self.exact is None:
+        if reproducible and loose and self.exact is None:
             get_default_logger().warning(
                 "reproducible=True with slots of %s fixes the order of batches only: their lookups and "
                 "updates race",

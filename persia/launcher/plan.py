@@ -131,11 +131,11 @@ def command(**given: Any) -> None:
     if given["as_json"]:
         click.echo(json.dumps(asdict(plan), indent=2))
     else:
-        _show(plan, job)
         if not given["sample"]:
             click.echo(
                 "Distinct IDs are those of a power law (--alpha); --sample DIR counts those of your data."
             )
+        _show(plan, job)
 
 
 def _hosts(path: str | None) -> Hosts:
@@ -325,10 +325,10 @@ def _show(plan: Plan, job: Job) -> None:
         f"batch: {job.batch_size:,} samples, {plan.ids_of_batch:,} IDs, {plan.rows_of_batch:,.0f} distinct"
     )
     console.print(table)
-    console.print(f"{plan.samples_per_s:,.0f} samples/s, limited by {plan.limit.replace('_', ' ')}")
     if not plan.fits:
         click.secho(
             "The rows do not fit: nine tenths of the memory are usable. Add servers or memory, or use "
             "storage tiers.",
             fg="red",
         )
+    console.print(f"{plan.samples_per_s:,.0f} samples/s, limited by {plan.limit.replace('_', ' ')}")

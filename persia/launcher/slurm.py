@@ -131,9 +131,9 @@ def command(output: Path | None, **given: Any) -> None:
     \b
     The script is a heterogeneous job with a component for each role: parameter servers, embedding workers,
     data loaders, and ranks. The broker runs on the first node. All nodes share the working directory. The
-    job ends with the exit code of the training script, or when another process fails. Parameter servers
-    with standbys are a fifth component, and are started again instead; the options of parameter servers are
-    those of standbys, too.
+    job ends with the exit code of the training script, or when another process fails. With
+    `standbys: 1` in --global-config, standbys are one more component, with the sbatch options of parameter
+    servers. A parameter server or standby that fails is then started again, up to 20 times.
     """
     job = SlurmJob(**given)
     job.check()
