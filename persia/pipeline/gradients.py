@@ -259,11 +259,10 @@ class GradientSender:
             self._forget(lease)
             lease.give_back()
             raise
-        self.counters.add(gradients_submitted=1)
         if failure is None:
             self._hand_over(_Gradients(lease, gradients, scale))
         else:
-            self._refuse(lease, failure)
+            self._refuse(lease, failure, num_submitted=1)
 
     def _reserve(self, lease: BatchLease) -> PersiaError | None:
         """Waits for room in both buffers, and takes it: nothing waits between an exact update and its queue.
@@ -289,6 +288,7 @@ class GradientSender:
 
     def _hand_over(self, item: _Gradients) -> None:
         try:
+            self.counters.add(gradients_submitted=1)
             if self._exact is not None:
                 self._apply(self._exact, item)
             self._queue.put_reserved(item.lease, item)  # taken up by _run, on a gradient thread
@@ -316,13 +316,13 @@ class GradientSender:
         except PersiaError as failure:
             raise with_batch_id(failure, "the gradient", item.lease.batch_id) from failure
 
-    def _refuse(self, lease: BatchLease, failure: PersiaError) -> NoReturn:
+    def _refuse(self, lease: BatchLease, failure: PersiaError, *, num_submitted: int = 0) -> NoReturn:
         """Of a batch whose update is applied nowhere."""
-        if self._exact is not None:  # its rows would stay held, which no other exact context can begin with
-            self._exact.drop(lease.reference)
         lease.release()
         self._forget(lease)
-        self.counters.add(batches_failed=1)
+        self.counters.add(gradients_submitted=num_submitted, batches_failed=1)
+        if self._exact is not None:  # its rows would stay held, which no other exact context can begin with
+            self._exact.drop(lease.reference)
         raise failure
 
     def _forget(self, lease: BatchLease) -> None:

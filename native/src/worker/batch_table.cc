@@ -9,6 +9,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// How long an update keeps a thread while it waits for the one before it, which may have failed.
+// The caller repeats it.
+constexpr std::chrono::seconds kPredecessorWait(1);
+
 }  // namespace
 
 LookupStamp FirstStamp(std::span<const SlotsLookup> lookups, size_t server) {
@@ -105,9 +109,9 @@ Status BatchTable::WaitReturned(uint64_t counter, Deadline deadline) {
   if (counter == 0) return Status::Ok();
   std::unique_lock lock(mutex_);
   const auto has_ended = [&] { return batches_.find(counter) == batches_.end(); };
-  if (!batch_free_.wait_until(lock, deadline, has_ended)) {
-    return DeadlineExceeded("the update of batch ", counter,
-                            ", which is to come first, is missing");
+  const Deadline until = std::min(deadline, Clock::now() + kPredecessorWait);
+  if (!batch_free_.wait_until(lock, until, has_ended)) {
+    return Unavailable("the update of batch ", counter, ", which is to come first, is missing");
   }
   if (returned_.contains(counter)) return Status::Ok();
   return NotFound("batch ", counter, ", whose update is to come first, has ended without one");

@@ -101,7 +101,8 @@ class BatchTable {
   // kNotFound: gone, or never there. kDeadlineExceeded: another request works on it.
   StatusOr<Guard> Acquire(uint64_t counter, Deadline deadline);
 
-  // Waits until the batch is returned; 0 is none. kNotFound: it ended otherwise.
+  // Waits until the batch is returned; 0 is none. kNotFound: it ended otherwise. kUnavailable: it
+  // is not returned yet.
   Status WaitReturned(uint64_t counter, Deadline deadline);
 
   // Acquires the oldest waiting batch that this has not returned before. Nothing if `limit` of

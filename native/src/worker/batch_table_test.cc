@@ -209,6 +209,21 @@ TEST(BatchTableTest, WaiterGetsTheBatchOrHearsThatItIsGone) {
   }
 }
 
+// A thread that waited until the deadline of minutes would be missing for other requests.
+TEST(BatchTableTest, AnUpdateWaitsShortlyForTheOneBeforeIt) {
+  BatchTable table({});
+  const uint64_t counter = Add(table);
+  EXPECT_TRUE(table.WaitReturned(0, Late()).ok());
+  {
+    const BatchTable::Guard guard = Take(table, counter);
+    ASSERT_TRUE(table.StartFlight(guard).ok());
+    EXPECT_EQ(table.WaitReturned(counter, Late()).code(), StatusCode::kUnavailable);
+    table.FinishReturned(guard, {});
+  }
+  EXPECT_TRUE(table.WaitReturned(counter, Late()).ok());
+  EXPECT_EQ(table.WaitReturned(counter + 1, Late()).code(), StatusCode::kNotFound);
+}
+
 TEST(BatchTableTest, RemembersTheLatestReturns) {
   BatchTable table({.max_remembered = 2});
   std::vector<uint64_t> counters;
