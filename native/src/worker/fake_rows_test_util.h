@@ -93,7 +93,7 @@ class FakeRows : public RowService {
     return sizes;
   }
 
-  // It forgets everything and comes back.
+  // It forgets everything and returns.
   void Restart(size_t server) {
     const std::lock_guard lock(mutex_);
     Server fresh;

@@ -161,7 +161,7 @@ def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
 def test_what_no_reader_takes_is_not_logged(
     inference: Inference, may_answer: threading.Event, tmp_path: Path
 ) -> None:
-    """The gRPC port answers without a look at labels, of which a reader of the log wants more."""
+    """The gRPC port answers without reading labels, and a reader of the log checks them."""
     may_answer.set()
     label = Label(np.ones((BATCH.batch_size, 1), np.float32), "clicks")
     labelled = PersiaBatch(BATCH.id_type_features, labels=[label]).to_bytes()
