@@ -23,6 +23,7 @@ _T = TypeVar("_T")
 CALL_MARGIN_S = 5.0
 _SIGNAL_STEP_S = 0.2
 _STOP_S = 5.0
+_CANCELLATIONS, _CANCEL_STEP_S = 10, 0.1
 
 
 class LoopThread:
@@ -120,11 +121,14 @@ class LoopThread:
     async def _shut_down(self, shut_down: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await shut_down()
-            # Threads that still wait get a CancelledError, which `call` reports as a closed session.
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=1.0)
+            # Threads that still wait get a CancelledError, which `call` reports as a closed session. Again and
+            # again: a client that connects anew may lose a cancellation, and begin another connection.
+            for _ in range(_CANCELLATIONS):
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                if not others:
+                    break
+                for task in others:
+                    task.cancel()
+                await asyncio.wait(others, timeout=_CANCEL_STEP_S)
         finally:
             self.loop.stop()
