@@ -121,8 +121,8 @@ class LoopThread:
     async def _shut_down(self, shut_down: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await shut_down()
-            # Threads that still wait get a CancelledError, which `call` reports as a closed session. Again and
-            # again: a client that connects anew may lose a cancellation, and begin another connection.
+            # Threads that still wait get a CancelledError, which `call` reports as a closed session. Again
+            # and again: a client that connects anew may lose a cancellation, and begin another connection.
             for _ in range(_CANCELLATIONS):
                 others = asyncio.all_tasks() - {asyncio.current_task()}
                 if not others:

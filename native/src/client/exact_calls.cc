@@ -14,6 +14,12 @@ Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
         "or use another mode");
   }
   const std::lock_guard lock(exact_mutex_);
+  // The rows that it would fetch may be those of before.
+  if (num_other_rows_ > 0) {
+    return FailedPrecondition(
+        "consistency='exact' while another context sets, clears or loads rows: begin it "
+        "afterwards");
+  }
   if (num_exact_ > 0) PERSIA_RETURN_IF_ERROR(exact_->CheckIdle("an exact context was begun"));
   if (num_exact_++ == 0) exact_ = std::move(rows);
   return Status::Ok();
@@ -82,12 +88,23 @@ void RemoteClient::FailExact(const BatchReference& reference, const std::string&
 }
 
 Status RemoteClient::BeginOtherRows(const std::string& what) {
+  {
+    const std::lock_guard lock(exact_mutex_);
+    ++num_other_rows_;
+  }
   const auto exact = Exact();
-  return exact == nullptr ? Status::Ok() : exact->BeginOtherRows(what.c_str());
+  Status status = exact == nullptr ? Status::Ok() : exact->BeginOtherRows(what.c_str());
+  if (!status.ok()) {
+    const std::lock_guard lock(exact_mutex_);
+    --num_other_rows_;
+  }
+  return status;
 }
 
 void RemoteClient::EndOtherRows() {
   if (const auto exact = Exact()) exact->EndOtherRows();
+  const std::lock_guard lock(exact_mutex_);
+  --num_other_rows_;
 }
 
 StatusOr<ReturnReport> RemoteClient::ReturnInOrder(ExactRows& rows, const BatchReference& reference,

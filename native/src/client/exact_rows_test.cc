@@ -349,6 +349,20 @@ TEST(ExactRowsTest, ALookupWaitsForTheEndOfOtherRows) {
   EXPECT_FALSE(client.BeginOtherRows("a checkpoint was loaded").ok());
 }
 
+// Rows that the context would fetch may be those of before a load that has begun without it.
+TEST(ExactRowsTest, NoContextBeginsWhileOtherRowsChange) {
+  Cluster cluster(1);
+  RemoteClient& client = cluster.client();
+  const auto slots = testing::Slots();
+  const auto make = [&] {
+    return Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0));
+  };
+  ASSERT_TRUE(client.BeginOtherRows("a checkpoint was loaded").ok());
+  EXPECT_EQ(client.BeginExact(make()).code(), StatusCode::kFailedPrecondition);
+  client.EndOtherRows();
+  EXPECT_TRUE(client.BeginExact(make()).ok());
+}
+
 uint64_t NumHeld(const RemoteClient& client) {
   return client.exact_rows()->metrics()["num_held_rows"];
 }

@@ -166,6 +166,7 @@ class RemoteClient final : public EmbeddingClient {
   mutable std::mutex exact_mutex_;
   std::shared_ptr<ExactRows> exact_;  // calls under way keep it
   uint32_t num_exact_ = 0;            // contexts that have begun and not ended
+  uint32_t num_other_rows_ = 0;       // sections that have begun and not ended
   DurationStats lookup_times_{"client lookup"};
   DurationStats decode_times_{"client decode"};
   DurationStats return_times_{"client return gradients"};
