@@ -25,6 +25,8 @@ enum class Role : uint8_t {
   kAdmin = 7,
 };
 
+// By number. Python sets a process's identity by these names (bindings/security.cc), and derives
+// keys from them: another name would be another key, which peers of earlier versions do not accept.
 inline constexpr std::array<std::string_view, 8> kRoleNames = {
     "none", "trainer", "loader", "worker", "server", "inference", "monitor", "admin"};
 
@@ -34,6 +36,8 @@ constexpr std::string_view RoleName(Role role) {
   return number < kRoleNames.size() ? kRoleNames[number] : "unknown";
 }
 
+// For names that a user or Python gives. "none" is refused because it is the absence of a proof: a
+// process that could choose it would ask for less than it was given.
 // None for any other text, and for "none".
 constexpr std::optional<Role> ParseRole(std::string_view name) {
   for (size_t number = 1; number < kRoleNames.size(); ++number) {
@@ -42,6 +46,8 @@ constexpr std::optional<Role> ParseRole(std::string_view name) {
   return std::nullopt;
 }
 
+// A set in one word, so that tables of methods are constants and the check costs one test of a bit
+// for each request. Methods forgotten by their author are closed, not open.
 // Empty by default: a method that names no callers may be called by no authenticated process.
 class RoleSet {
  public:
@@ -62,6 +68,8 @@ class RoleSet {
   }
 
  private:
+  // Masked, as the number may be a newer peer's: a shift by 32 or more is undefined. Such a role is
+  // in no key table, so it never gets this far with a proof.
   static constexpr uint32_t Bit(Role role) { return 1u << (static_cast<uint32_t>(role) & 31); }
   uint32_t bits_ = 0;
 };

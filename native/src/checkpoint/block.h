@@ -51,6 +51,7 @@ struct BlockRows {
   const float* state() const { return values.data() + signs.size() * shape.dim; }
 };
 
+// Private to the thread that writes: each BlockWriter has one.
 // Keeps what compression needs from block to block, as making it is not cheap. Not thread-safe.
 class BlockEncoder {
  public:
@@ -72,6 +73,7 @@ class BlockDecoder {
   // `chunk` starts at a multiple of 8, and outlives the decoder.
   explicit BlockDecoder(std::span<const std::byte> chunk) : rest_(chunk) {}
 
+  // Ask before each Next(): there is no block of no rows that would mark the end.
   bool AtEnd() const { return rest_.empty(); }
   // Decodes the next block in place of what *rows has, whose memory is used again. kCorruption
   // names what is wrong: bounds, checksum, version, lengths, signs of another virtual shard. After

@@ -19,6 +19,9 @@
 
 namespace persia::checkpoint {
 
+// Owned by whoever writes the rows (Snapshot, RowCopy, RowTransfer); its threads end with it. They
+// inherit the priority of the thread that made it, which is therefore not lowered before: a thread
+// that holds a shard while it waits for a processor would stall training.
 // Thread-safe. Rows come with the priority of the thread that made it.
 class RowFeed {
  public:
@@ -28,14 +31,18 @@ class RowFeed {
   RowFeed(store::StoreSnapshot* rows, uint32_t num_parts, size_t rows_at_a_time);
   ~RowFeed();  // as Stop()
 
+  // One thread at a time for each part; different parts side by side. Also gives the memory of the
+  // batch before back, so call it as soon as those rows are encoded.
   // The next rows of a part, in place of what *batch has; false when there are none left. Waits
   // for them; after Stop() or a failure it returns that at once.
   StatusOr<bool> Next(uint32_t part, store::StoreSnapshot::Batch* batch);
 
+  // Idempotent, from any thread. Next() that waits meanwhile fails with kFailedPrecondition.
   // Returns when no thread of it uses the snapshot any more.
   void Stop();
 
  private:
+  // Enough that a writer that is woken finds rows; more would only be memory.
   static constexpr size_t kMaxBatchesAhead = 4;
 
   struct Part {

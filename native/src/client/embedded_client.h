@@ -103,6 +103,8 @@ class EmbeddedClient final : public EmbeddingClient {
     return as_rows ? worker::EmbeddingsForm::kRows : worker::EmbeddingsForm::kPooled;
   }
 
+  // The worker does not know that its RowService is in this process, so the client keeps its own
+  // way to the store, for snapshots and loads.
   const std::unique_ptr<worker::EmbeddingWorker> worker_;  // owns the store's owner
   store::EmbeddingStore& store_;
 };

@@ -35,6 +35,8 @@ struct RowHead {
   }
 };
 
+// Used by snapshots (rows that were read, rows that training saved before it changed them), by
+// BlockWriter, and by what sends rows to other servers.
 class RowRecords {
  public:
   // Copies `values`: the embedding, then the state. Allocates where HasRoom() is false, to twice
@@ -56,6 +58,8 @@ class RowRecords {
     }
   }
 
+  // The caller asks for the right size at once where it knows it: each call copies what is in the
+  // buffer. Must not be called with less than num_bytes().
   // Room for so many bytes of records, the present ones included; only ever grows.
   void Reserve(size_t num_bytes) {
     Buffer buffer(num_bytes);
@@ -67,6 +71,7 @@ class RowRecords {
   // Whether a record of so many bytes can be added without an allocation.
   bool HasRoom(size_t num_bytes) const { return num_bytes_ + num_bytes <= buffer_.size(); }
   uint64_t capacity_bytes() const { return buffer_.size(); }
+  // Removals included.
   size_t num_rows() const { return num_rows_; }
   size_t num_bytes() const { return num_bytes_; }
 

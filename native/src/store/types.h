@@ -31,6 +31,7 @@ struct RowBlock {
   std::span<const uint64_t> signs;
 };
 
+// Both read the same values for a row that exists; the modes differ in what they change.
 enum class LookupMode : uint8_t {
   kTrain = 0,      // inserts missing signs (subject to admission), refreshes the LRU order
   kInference = 1,  // missing signs read as zeros; changes nothing
@@ -89,6 +90,7 @@ struct ChangeStatus {
   bool has_overflowed = false;  // more than max_rows: which rows changed is not known any more
 };
 
+// Read once, when the store is opened. Rows that are cold cost index memory alone (cold_rows.h).
 // Where a store with a tier keeps its rows, and how many of them are resident.
 //
 // The cache bounds memory, not the number of rows: that is the store's capacity, which cold rows
@@ -146,11 +148,15 @@ struct Run {
 
 // A row of a request that was not found. Both pointers lead into the request's plan, and are valid
 // until the thread's next request.
+// Refers to the plan instead of copying it: a lookup that inserts thousands of rows collects as
+// many of these under the shard's lock.
 struct MissingRef {
   const Run* run;
   const RowRef* ref;
 };
 
+// Applied in pieces, one of these for each block of a file: what a block holds has one optimizer,
+// so state and scalars are either given for all of its rows or for none.
 // Rows of a checkpoint. They have one dim; the arrays are equally long, in the order of `signs`.
 struct LoadedRows {
   uint32_t dim = 0;

@@ -1,5 +1,8 @@
 // Messages of a rank with consistency="exact": whole rows of chosen signs, and gradients that are
 // applied in the rank's order. client/exact_rows.h is their other end.
+// Why other messages than those of worker_protocol.h: a rank that replays its updates needs
+// optimizer state beside each row, must not be sent rows that it holds with newer values, and needs
+// its updates applied in its own order, although several are on their way (ADR 54).
 #pragma once
 
 #include <cstdint>
@@ -10,11 +13,15 @@
 
 namespace persia::worker {
 
+// The views are the sender's memory until the call has returned, or the decoded body.
 // Whole rows for training, of the signs that the rank asks for: it holds the others.
 struct LookupWholeRequest {
   BatchKey key;  // reference 0: the ID features come with the request
   SlotMask slots = 0;
   uint32_t reserved = 0;
+  // Bits instead of signs: both ends number the signs of a batch in the order of their first
+  // appearance, so a number takes a 64th of a sign. Hence both must have one embedding config; the
+  // worker compares the number of words with its own plan.
   // A bit for each sign number of the batch's plan, which worker and rank make alike.
   std::span<const uint64_t> wanted;
   std::span<const std::byte> id_features;
@@ -24,6 +31,9 @@ struct LookupWholeRequest {
   static StatusOr<LookupWholeRequest> Decode(std::span<const std::byte> body);
 };
 
+// The worker passes the buffers of its servers on without a copy: whole rows are the largest
+// messages of all. A row is the embedding, the optimizer state and, where the optimizer has one,
+// the scalar's bits as a float (store/whole_rows.h).
 // The rows by server, as the servers sent them: those of a server in the order of sign numbers.
 struct WholeRows {
   BatchKey key;
@@ -35,6 +45,8 @@ struct WholeRows {
   static StatusOr<WholeRows> Decode(Buffer body);
 };
 
+// Order is asked for only among batches of one worker: only it can know when the earlier one has
+// been applied. For another worker's batch the rank waits itself, before it sends (ExactRows).
 // `after`: the batch, held by the same worker, whose update is applied first; reference 0: none.
 struct OrderedGradientsRequest {
   BatchKey after;

@@ -67,6 +67,7 @@ struct SlotStats {
   Metrics metrics;
 };
 
+// Owned by the EmbeddingWorker, and read by metrics and by `persia-launcher status`.
 // What a worker counts about each of its slots, since it started. Thread-safe, and cheap enough for
 // every batch: a few additions a slot, and a hash a sign of the batches that are sampled.
 class SlotCounters {
