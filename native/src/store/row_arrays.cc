@@ -7,6 +7,8 @@
 
 namespace persia::store {
 
+// exchange() decides which of two threads counts a page: pages are larger than rows, so shards
+// share them.
 void SparsePages::Count(size_t page) {
   if (is_used_[page].exchange(true, std::memory_order_relaxed)) return;
   const size_t begin = page * MappedMemory::kHugePageBytes;
