@@ -44,6 +44,7 @@ def expanded_keys(slots: Any) -> Any:
     sources: dict[Any, Any] = {}
     for key in slots:
         for name in expanded(key) if isinstance(key, str) else [key]:
+            # So one slot of a range can differ from the others: its own key wins.
             source = name if name in slots else key
             if sources.setdefault(name, source) != source:
                 raise complaint(
