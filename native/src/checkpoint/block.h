@@ -70,6 +70,7 @@ class BlockEncoder {
 // Walks through a chunk of whole blocks. Not thread-safe: threads decode chunks of their own.
 class BlockDecoder {
  public:
+  // Nothing is copied of the chunk but the columns of the block that is decoded.
   // `chunk` starts at a multiple of 8, and outlives the decoder.
   explicit BlockDecoder(std::span<const std::byte> chunk) : rest_(chunk) {}
 

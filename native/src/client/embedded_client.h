@@ -98,7 +98,8 @@ class EmbeddedClient final : public EmbeddingClient {
     if (!embeddings.ok()) return embeddings.status();
     return worker::DecodeEmbeddings(0, std::move(embeddings).value(), as_rows);
   }
-  // Nothing is gained by rows that are pooled in the next call.
+  // Nothing is gained by rows that are pooled in the next call. A rank that pools on a device asks
+  // for them (`as_rows`): they are fewer bytes to copy there.
   static worker::EmbeddingsForm Form(bool as_rows) {
     return as_rows ? worker::EmbeddingsForm::kRows : worker::EmbeddingsForm::kPooled;
   }

@@ -18,6 +18,7 @@ struct Listener {
   uint16_t port = 0;
 };
 
+// Both block on the resolver of the system: call them before a server begins to serve.
 // Port 0 takes a free one. kIOError names host and port.
 StatusOr<Listener> Listen(const std::string& host, uint16_t port);
 // For names with an IPv4 and an IPv6 address, such as localhost: clients try either first.

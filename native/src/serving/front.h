@@ -112,6 +112,8 @@ class Front : private CallHandler {
   // From a call that was read here to one that Python answers: its events are those of a call that
   // was Python's from the beginning.
   void HandOver(CallId call, Infer* infer);
+  // For what is wrong with a request beyond doubt. Anything less clear goes to Python, which
+  // explains it.
   void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
   void Push(CallEvent event);
   void PushClosed(CallId call);

@@ -15,6 +15,8 @@ void SparsePages::Count(size_t page) {
   used_bytes_ += std::min(memory_.size() - begin, MappedMemory::kHugePageBytes);
 }
 
+// Addresses for all IDs at once, so that no row ever moves; memory is taken by the page that is
+// written.
 RowArray::RowArray(const RowArraySpec& spec, const RowShape& shape, uint32_t first_cell)
     : spec_(spec),
       shape_(shape),

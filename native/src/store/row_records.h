@@ -76,6 +76,7 @@ class RowRecords {
   size_t num_bytes() const { return num_bytes_; }
 
  private:
+  // Doubles, so that a buffer that is used again soon has its final size.
   // Returns where the values go.
   std::byte* Append(const RowHead& head) {
     const size_t record_bytes = head.record_bytes();

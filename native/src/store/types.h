@@ -172,6 +172,7 @@ struct LoadedRows {
 
 // What a follower applies in one step: the rows of a packet and the signs of rows that are gone. No
 // sign occurs twice, so that their order does not matter.
+// Borrowed as all of this file: the blocks of a packet stay decoded until the call returns.
 struct Changes {
   bool from_nothing = false;  // all rows are removed first
   std::vector<std::span<const uint64_t>> removals;
