@@ -119,9 +119,8 @@ class Place:
     def poll(self, run: int) -> tuple[list[str], int | None] | None:
         """`Run.poll`. None: it does not run here, as Ray has made this place anew."""
         with self._lock:
-            # Outside the lock from here on: poll() waits for output, and signals must reach the process
-            # meanwhile.
             known = self._run if run == self._number else None
+        # Without the lock: poll() waits for output, and signals must reach the process meanwhile.
         return None if known is None else known.poll()
 
     def _is_new(self, run: int) -> bool:

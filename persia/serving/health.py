@@ -24,8 +24,8 @@ _SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 def standard_handlers(states: health.aio.HealthServicer) -> dict[str, Handler]:
     """By the paths of their methods."""
     context_of: Any = _Context  # the part of gRPC's that is used
-    # gRPC's own services behind the native front: their messages and states are right by definition, and take
-    # one class for a context.
+    # gRPC's own services behind the native front: messages and states are theirs, for the price of one
+    # class.
     reflecting = reflection.aio.ReflectionServicer(_SERVICES, POOL)
 
     async def check(call: Call) -> None:

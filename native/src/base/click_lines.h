@@ -30,10 +30,10 @@ struct ClickLines {
   std::vector<Bad> bad;          // the first ones, at most kMaxNamed
 };
 
+// A line ends at \n, \r\n or the end of the text. A number is a decimal integer of 64 bits.
 // Never fails: logs of terabytes have broken lines, and the caller decides how many it accepts. It
 // cuts the text at line ends, so that blocks can be parsed in any order. Stateless, hence
 // thread-safe.
-// A line ends at \n, \r\n or the end of the text. A number is a decimal integer of 64 bits.
 ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories);
 
 }  // namespace persia

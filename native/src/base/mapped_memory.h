@@ -11,7 +11,7 @@
 namespace persia {
 
 // Move-only; the pages go back to the system with the object. malloc() would mix long-lived blocks
-// with short-lived ones, and never return them. Not for small or short-lived memory: each costs
+// with short-lived ones, and rarely return them. Not for small or short-lived memory: each costs
 // system calls, and pages that are zeroed.
 class MappedMemory {
  public:

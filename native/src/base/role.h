@@ -36,9 +36,9 @@ constexpr std::string_view RoleName(Role role) {
   return number < kRoleNames.size() ? kRoleNames[number] : "unknown";
 }
 
+// None for any other text, and for "none".
 // For names that a user or Python gives. "none" is refused because it is the absence of a proof: a
 // process that could choose it would ask for less than it was given.
-// None for any other text, and for "none".
 constexpr std::optional<Role> ParseRole(std::string_view name) {
   for (size_t number = 1; number < kRoleNames.size(); ++number) {
     if (kRoleNames[number] == name) return static_cast<Role>(number);
@@ -46,9 +46,9 @@ constexpr std::optional<Role> ParseRole(std::string_view name) {
   return std::nullopt;
 }
 
+// Empty by default: a method that names no callers may be called by no authenticated process.
 // A set in one word, so that tables of methods are constants and the check costs one test of a bit
 // for each request. Methods forgotten by their author are closed, not open.
-// Empty by default: a method that names no callers may be called by no authenticated process.
 class RoleSet {
  public:
   constexpr RoleSet() = default;

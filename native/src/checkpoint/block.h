@@ -51,8 +51,8 @@ struct BlockRows {
   const float* state() const { return values.data() + signs.size() * shape.dim; }
 };
 
-// Private to the thread that writes: each BlockWriter has one.
 // Keeps what compression needs from block to block, as making it is not cheap. Not thread-safe.
+// Private to the thread that writes: each BlockWriter has one.
 class BlockEncoder {
  public:
   // Appends the block's bytes, a multiple of 8 of them, to *out. The rows are of one virtual shard,
@@ -70,8 +70,8 @@ class BlockEncoder {
 // Walks through a chunk of whole blocks. Not thread-safe: threads decode chunks of their own.
 class BlockDecoder {
  public:
-  // Nothing is copied of the chunk but the columns of the block that is decoded.
   // `chunk` starts at a multiple of 8, and outlives the decoder.
+  // Nothing is copied of the chunk but the columns of the block that is decoded.
   explicit BlockDecoder(std::span<const std::byte> chunk) : rest_(chunk) {}
 
   // Ask before each Next(): there is no block of no rows that would mark the end.

@@ -27,9 +27,9 @@ namespace persia::checkpoint {
 
 class BlockWriter {
  public:
+  // Rows of about so many bytes make a block.
   // Large enough for zstd to find repetitions, small enough that 4,096 of them in the making fit
   // into the default of Snapshot::Options.
-  // Rows of about so many bytes make a block.
   static constexpr size_t kBlockBytes = 60 << 10;
 
   // Blocks are appended to *out; the first one has `offset` in the file. Beyond
@@ -40,9 +40,9 @@ class BlockWriter {
 
   // A row of dim 0 is the removal of its sign.
   Status Add(const store::RowHead& head, const float* values);
+  // Writes some of what is still gathered, in the order of virtual shards; false when nothing is.
   // One virtual shard at a time, so that a throttled writer can sleep between two calls. After the
   // last Add() call it until it returns false: what it has not written is in no block.
-  // Writes some of what is still gathered, in the order of virtual shards; false when nothing is.
   StatusOr<bool> FlushSome();
 
   // The list that becomes the file's footer. Offsets count from the start of the file, not of *out,

@@ -75,10 +75,10 @@ StatusOr<FooterPlace> DecodeTrailer(std::span<const std::byte> bytes);
 // Checks besides that blocks follow one another. The view points into `bytes`.
 StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> bytes);
 
-// XXH3 finds what storage and networks damage. It is no protection from forgery: signatures are
-// (persia/storage/signing.py).
 // The checksum of a section that holds it: XXH3 (64 bits) of all but the eight bytes at
 // `checksum_offset`.
+// XXH3 finds what storage and networks damage. It is no protection from forgery: signatures are
+// (persia/storage/signing.py).
 uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset);
 
 // kCorruption: the version is another than this build reads; `what` begins the message.

@@ -26,8 +26,8 @@ struct AuditEvent {
 
 // Stamps the event with the time and keeps it.
 void RecordAuditEvent(AuditEvent event);
-// For one consumer in the process: an event is given out once.
 // Removes and returns all, the oldest first.
+// For one consumer in the process: an event is given out once.
 std::vector<AuditEvent> TakeAuditEvents();
 
 // Permits `per_second` of what strangers can cause at will: log lines and audit events.

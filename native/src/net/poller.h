@@ -60,19 +60,19 @@ class Poller {
 
   // kIOError when the system is out of descriptors.
   Status Open();
+  // `events` may be 0. False when the system refuses. A closed descriptor leaves by itself.
   // With `events` of 0 a descriptor can be known before its owner is ready for events, which Arm()
   // then begins.
-  // `events` may be 0. False when the system refuses. A closed descriptor leaves by itself.
   bool Add(int fd, uint64_t tag, uint32_t events);
   void Arm(int fd, uint64_t tag, uint32_t events);
   // Blocks until there is an event.
   Event Wait();
   // One that there is already, or none.
   std::optional<Event> Poll();
-  // One timer for all deadlines of a server: a timer for each connection would cost a system call
-  // for each request. Never later than asked for, hence the earlier time wins.
   // One event of kTimerTag comes at `time` or, when an earlier one was asked for and has not come
   // yet, at that one's time: who is woken looks what is due and asks again.
+  // One timer for all deadlines of a server: a timer for each connection would cost
+  // descriptors. Never later than asked for, hence the earlier time wins.
   void WakeAt(Clock::time_point time);
   // Every Wait, now and later, returns kStopTag.
   void Stop();

@@ -231,9 +231,9 @@ ssize_t TlsStream::Handshake() {
   return Result(SSL_do_handshake(ssl_.get()));
 }
 
+// With mutex_ held. A client without TLS is told so in a frame that it can read.
 // Peeks at the first bytes, which TLS then reads: once is enough, as a stream does not change its
 // kind.
-// With mutex_ held. A client without TLS is told so in a frame that it can read.
 bool TlsStream::BeginsPlain() {
   if (checked_begin_) return false;
   uint32_t begin = 0;

@@ -32,11 +32,11 @@ class TlsFiles {
   // kInvalidArgument names the file that cannot be read, or whose key is another's.
   static StatusOr<std::shared_ptr<TlsFiles>> Load(std::string certificate, std::string key,
                                                   std::string ca, Use use = Use::kRpc);
+  // For a new connection: the files are read again when one of them has changed. Where the new ones
+  // cannot be used, for instance half of them are written, the old ones stay.
   // Certificates are renewed by replacing files (cert-manager, Kubernetes secrets): nothing tells
   // the process, and a restart would lose its rows. Connections keep the context that they began
   // with, so a renewal interrupts none.
-  // For a new connection: the files are read again when one of them has changed. Where the new ones
-  // cannot be used, for instance half of them are written, the old ones stay.
   std::shared_ptr<SSL_CTX> Context();
 
  private:
@@ -80,9 +80,9 @@ class TlsStream {
   // Bytes have left the socket and were not read here: the socket will not tell of them. False
   // where the last Read found them to be less than a record.
   bool HasPending();
+  // Both ends have shown what they have to, and bytes have come.
   // In TLS 1.3 the client finishes before the server has judged its certificate. Only the first
   // bytes from the server say that it was accepted; until then an error is reported as a refusal.
-  // Both ends have shown what they have to, and bytes have come.
   bool HasRead();
   // The other end has begun with a frame instead of TLS.
   bool PeerIsPlain();

@@ -39,9 +39,9 @@ class PoolFile final : public Backing {
                                                   bool syncs);
   ~PoolFile() override;
 
+  // What was written is durable, and the directory's pool from now on.
   // Until then the bytes are in a file of another name, which the next Create() empties: a
   // half-made pool is never opened.
-  // What was written is durable, and the directory's pool from now on.
   Status Publish();
 
   uint64_t size() const override { return size_; }

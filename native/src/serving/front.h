@@ -49,6 +49,7 @@ struct CallEvent {
   GrpcMessage message = {};
 };
 
+// Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
 // The native half of `persia-launcher serve`. Python owns it, and it shares the queue with the
 // threads that compute batches. Three kinds of threads call it: the server's thread (the
 // CallHandler functions, which must not block it), the threads that compute (InferCall), and the
@@ -56,7 +57,6 @@ struct CallEvent {
 //
 // Each ModelInfer call is counted once, whatever ends it: an answer, a refusal, its deadline, or a
 // client that left. Calls of Python are counted there.
-// Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
 class Front : private CallHandler {
  public:
   Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,

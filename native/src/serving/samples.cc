@@ -98,8 +98,8 @@ Status ReadDense(std::span<const std::byte> section, Samples* samples) {
   return Status::Ok();
 }
 
-// Owned here until the batch is encoded: IdFeatures has views alone.
 // Arrays of one feature of a merged batch.
+// Owned here until the batch is encoded: IdFeatures has views alone.
 struct MergedIds {
   std::vector<uint32_t> offsets = {0};
   std::vector<uint64_t> ids;

@@ -58,9 +58,9 @@ class RowRecords {
     }
   }
 
+  // Room for so many bytes of records, the present ones included; only ever grows.
   // The caller asks for the right size at once where it knows it: each call copies what is in the
   // buffer. Must not be called with less than num_bytes().
-  // Room for so many bytes of records, the present ones included; only ever grows.
   void Reserve(size_t num_bytes) {
     Buffer buffer(num_bytes);
     if (num_bytes_ > 0) std::memcpy(buffer.data(), buffer_.data(), num_bytes_);
@@ -76,8 +76,8 @@ class RowRecords {
   size_t num_bytes() const { return num_bytes_; }
 
  private:
-  // Doubles, so that a buffer that is used again soon has its final size.
   // Returns where the values go.
+  // Doubles, so that a buffer that is used again soon has its final size.
   std::byte* Append(const RowHead& head) {
     const size_t record_bytes = head.record_bytes();
     if (num_bytes_ + record_bytes > buffer_.size()) Reserve(2 * (num_bytes_ + record_bytes));

@@ -146,8 +146,8 @@ class RowSlabs {
     uint32_t num_leaving = 0;       // slabs
     std::vector<uint32_t> slabs{};  // their numbers, the newest last
   };
-  // Apart from Slab, whose 32 bytes every row access reads: two slabs share a cache line.
   // What is beside a slab that finding rows does not need.
+  // Apart from Slab, whose 32 bytes every row access reads: two slabs share a cache line.
   struct Holding {
     SlabPiece piece;
     uint32_t num_cells = 0;

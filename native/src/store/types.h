@@ -90,11 +90,11 @@ struct ChangeStatus {
   bool has_overflowed = false;  // more than max_rows: which rows changed is not known any more
 };
 
-// Read once, when the store is opened. Rows that are cold cost index memory alone (cold_rows.h).
 // Where a store with a tier keeps its rows, and how many of them are resident.
 //
 // The cache bounds memory, not the number of rows: that is the store's capacity, which cold rows
 // count for like resident ones.
+// Read once, when the store is opened. Rows that are cold cost index memory alone (cold_rows.h).
 struct TierOptions {
   std::string directory;   // of the tier's files; must exist
   pool::PoolOptions pool;  // the store sets the schema
@@ -155,9 +155,9 @@ struct MissingRef {
   const RowRef* ref;
 };
 
+// Rows of a checkpoint. They have one dim; the arrays are equally long, in the order of `signs`.
 // Applied in pieces, one of these for each block of a file: what a block holds has one optimizer,
 // so state and scalars are either given for all of its rows or for none.
-// Rows of a checkpoint. They have one dim; the arrays are equally long, in the order of `signs`.
 struct LoadedRows {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;

@@ -3,10 +3,9 @@
 //
 // Slots that are there as distinct rows are joined into blocks, so that a device pools all slots of
 // a block with one operation. Other slots are copied as they are.
-// Two steps, so that the caller allocates in between: Python asks for the layout, takes pinned
-// memory of that size, and has it filled by the thread that looks up, without the GIL. The training
-// thread then starts one copy. Layout and filling are pure functions of the result, hence
-// thread-safe.
+// Two steps, so that the caller allocates in between: the thread that looks up asks for the layout,
+// takes pinned memory of that size, has it filled without the GIL, and starts one copy. Layout and
+// filling are pure functions of the result, hence thread-safe.
 #pragma once
 
 #include <cstddef>

@@ -77,9 +77,9 @@ std::vector<uint32_t> Unpack(ByteReader* reader, uint8_t bytes, uint64_t count) 
   return numbers;
 }
 
+// What precedes the arrays.
 // All of it is the peer's word: CheckHead() and the reader hold each number against the bytes
 // before memory is taken by it.
-// What precedes the arrays.
 struct IndexHead {
   uint32_t num_ids = 0;
   uint8_t scaling = 0;

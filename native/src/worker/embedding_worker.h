@@ -166,9 +166,9 @@ class EmbeddingWorker {
   // Shared with the role that tells it the servers' addresses.
   const std::shared_ptr<RowService> rows_;
   BatchTable table_;
+  // Guards config_ alone, and is not held while servers are called.
   // The only mutex of this class: batches have guards (batch_table.h), and counters are atomic. A
   // guard may be held while it is taken, never the other way around.
-  // Guards config_ alone, and is not held while servers are called.
   mutable std::mutex config_mutex_;
   std::optional<TrainConfig> config_;
   CounterList counters_;

@@ -13,16 +13,16 @@
 
 namespace persia::worker {
 
-// The views are the sender's memory until the call has returned, or the decoded body.
 // Whole rows for training, of the signs that the rank asks for: it holds the others.
+// The views are the sender's memory until the call has returned, or the decoded body.
 struct LookupWholeRequest {
   BatchKey key;  // reference 0: the ID features come with the request
   SlotMask slots = 0;
   uint32_t reserved = 0;
+  // A bit for each sign number of the batch's plan, which worker and rank make alike.
   // Bits instead of signs: both ends number the signs of a batch in the order of their first
   // appearance, so a number takes a 64th of a sign. Hence both must have one embedding config; the
   // worker compares the number of words with its own plan.
-  // A bit for each sign number of the batch's plan, which worker and rank make alike.
   std::span<const uint64_t> wanted;
   std::span<const std::byte> id_features;
 
@@ -31,10 +31,10 @@ struct LookupWholeRequest {
   static StatusOr<LookupWholeRequest> Decode(std::span<const std::byte> body);
 };
 
+// The rows by server, as the servers sent them: those of a server in the order of sign numbers.
 // The worker passes the buffers of its servers on without a copy: whole rows are the largest
 // messages of all. A row is the embedding, the optimizer state and, where the optimizer has one,
 // the scalar's bits as a float (store/whole_rows.h).
-// The rows by server, as the servers sent them: those of a server in the order of sign numbers.
 struct WholeRows {
   BatchKey key;
   std::vector<uint64_t> incarnations;        // by server; 0: not asked
@@ -45,9 +45,9 @@ struct WholeRows {
   static StatusOr<WholeRows> Decode(Buffer body);
 };
 
+// `after`: the batch, held by the same worker, whose update is applied first; reference 0: none.
 // Order is asked for only among batches of one worker: only it can know when the earlier one has
 // been applied. For another worker's batch the rank waits itself, before it sends (ExactRows).
-// `after`: the batch, held by the same worker, whose update is applied first; reference 0: none.
 struct OrderedGradientsRequest {
   BatchKey after;
   GradientsRequest gradients;

@@ -55,9 +55,9 @@ class FeatureBatch {
 struct PlannedFeature {
   const SlotConfig* slot = nullptr;
   uint32_t group = 0;  // into LookupPlan::groups
+  // [batch_size + 1], in IDs: all of the sample's, also those dropped.
   // Kept by value: the batch's bytes, which the decoded offsets view, are freed once the plan is
   // made.
-  // [batch_size + 1], in IDs: all of the sample's, also those dropped.
   std::vector<uint32_t> offsets;
   bool has_one_id_each = false;        // every sample has exactly one ID
   std::vector<uint32_t> sign_numbers;  // [items x num_buckets]
@@ -84,10 +84,10 @@ struct PlannedGroup {
   uint32_t num_features = 0;
 };
 
+// Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
 // Nothing in it refers to a server's memory, so it survives a change of the number of servers
 // (Reroute) and a repeated request. It belongs to the holder of the batch's guard (batch_table.h);
 // a rank with consistency="exact" makes the same plan of the same batch, for one server.
-// Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
 struct LookupPlan {
   uint32_t batch_size = 0;
   std::vector<PlannedFeature> features;  // in the batch's order
@@ -99,14 +99,14 @@ struct LookupPlan {
   uint32_t num_signs() const { return static_cast<uint32_t>(server_of.size()); }
 };
 
+// Routes the plan's signs to another number of servers. Their numbers stay.
 // For batches in flight while a job is resized: rows and gradients of the batch are indexed by the
 // numbers, and must find the same signs afterwards.
-// Routes the plan's signs to another number of servers. Their numbers stay.
 void Reroute(uint32_t num_servers, LookupPlan* plan);
 
+// Makes plans; keeps its memory from one to the next. Not thread-safe.
 // One for each thread that plans (thread_local in EmbeddingWorker::Plan), as its tables reach the
 // size of the largest batch, and clearing them costs less than making them.
-// Makes plans; keeps its memory from one to the next. Not thread-safe.
 class LookupPlanner {
  public:
   // `counters` of the same slots, where the batch is to be counted.
@@ -141,10 +141,10 @@ struct SignsOfSlots {
   }
 };
 
-// For a lookup of some slots, and for the rows that a rank does not hold. One walk over all signs,
-// as a request must tell which dims its signs have, block by block.
 // The plan's requests, limited to the signs that `keep` returns true for. Those stay in the order
 // of their numbers, so that LocateRows() with the same `keep` finds their rows.
+// For a lookup of some slots, and for the rows that a rank does not hold. One walk over all signs,
+// as a request must tell which dims its signs have, block by block.
 template <typename Keep>
 std::vector<ServerBlocks> SelectRequests(const LookupPlan& plan, Keep keep) {
   const size_t num_servers = plan.requests.size();
@@ -169,10 +169,10 @@ std::vector<ServerBlocks> SelectRequests(const LookupPlan& plan, Keep keep) {
   return kept;
 }
 
-// Walks the signs in the order in which RouteGroup() routed them. A change of one order without the
-// other would give rows of other signs, which no check would notice.
 // (*rows)[n] becomes the place of sign number n's row, given where each server's rows begin. Signs
 // that `keep` left out of the request have no row: theirs stay null.
+// Walks the signs in the order in which RouteGroup() routed them. A change of one order without the
+// other would give rows of other signs, which no check would notice.
 template <typename Float, typename Keep = AllSigns>
 void LocateRows(const LookupPlan& plan, std::vector<Float*> begin_by_server,
                 std::vector<Float*>* rows, Keep keep = {}) {

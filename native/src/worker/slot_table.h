@@ -67,9 +67,9 @@ struct SlotStats {
   Metrics metrics;
 };
 
-// Owned by the EmbeddingWorker, and read by metrics and by `persia-launcher status`.
 // What a worker counts about each of its slots, since it started. Thread-safe, and cheap enough for
 // every batch: a few additions a slot, and a hash a sign of the batches that are sampled.
+// Owned by the EmbeddingWorker, whose metrics read it.
 class SlotCounters {
  public:
   explicit SlotCounters(const SlotTable& slots);  // which must outlive this
