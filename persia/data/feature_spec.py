@@ -70,6 +70,7 @@ class FeatureSpec:
             raise NotFoundError(f"there is no feature spec {file} (seen from {Path.cwd()}): correct the path")
         if file.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes: it is no feature spec")
+        # First types, key by key, then what must agree: rules of the second kind may rely on the first.
         content = load_section(_File, file)
         with naming(str(file)):
             return content.read(file.parent)
@@ -226,6 +227,8 @@ class _Feature(BaseModel):
         return SpecFeature(dtype, self.cardinality, self.hotness or 1, self.alpha)
 
 
+# Sections refuse unknown keys, as a misspelt channel would leave its features out. Features and chunks ignore
+# them: NVIDIA's tools write keys of their own there.
 class _Channels(Section):
     categorical: list[str]
     numerical: list[str]
@@ -303,6 +306,7 @@ class _File(Section):
                 f"{what} has the features {', '.join(names)}: a chunk has one categorical feature, the "
                 "label, or all numerical ones in the order of channel_spec",
             )
+        # Counted over all chunks: a feature in two files would be read from one of them, without a word.
         had = Counter(name for chunk in chunks for name in chunk.features)
         for name in self.feature_spec:
             _demand(had[name] == 1, f"{where} has feature {name!r} {had[name]} times, must once")

@@ -125,6 +125,7 @@ def preprocess(
                     + "\n".join(_bad(settings, results))
                 )
     result = Result(num_bad=sum(one["num_bad"] for one in results), bad=_bad(settings, results))
+    # Engines return results in any order; files, IDs and reports must not depend on it.
     results.sort(key=lambda one: str(one["name"]))
     for mapping in files:
         of_mapping = [one for one in results if one["mapping"] == mapping]

@@ -23,7 +23,7 @@ def _stamps(files: list[str]) -> list[tuple[int, int]]:
     for file in files:
         try:
             status = os.stat(file)
-            # The inode as well: a secret that Kubernetes replaces is another file, perhaps of the same
+            # The inode, too: a secret that Kubernetes replaces is another file, perhaps of the same
             # second.
             stamps.append((status.st_mtime_ns, status.st_ino))
         except OSError:

@@ -137,7 +137,7 @@ class Replica:
         self._registrations = [
             session.respond(session.subjects.replica(index, name), self._answer)
             # One subject to be asked alone, for agreements that must not be answered by another, and one for
-            # questions to whoever is here.
+            # questions to all processes of the index.
             for name in (self.incarnation, _ALL)
         ]
 

@@ -57,6 +57,7 @@ class RoleSet {
   }
   constexpr bool Contains(Role role) const { return (bits_ & Bit(role)) != 0; }
   // "trainer or admin", for messages.
+  // Which roles would be accepted is no secret: a refused user needs it to find the right one.
   std::string ToString() const {
     std::string text;
     for (size_t number = 1; number < kRoleNames.size(); ++number) {

@@ -20,9 +20,9 @@
 namespace persia::checkpoint {
 
 // Thread-safe. Rows come with the priority of the thread that made it.
-// Owned by whoever writes the rows (Snapshot, RowCopy, RowTransfer); its threads end with it. They
-// inherit the priority of the thread that made it, which is therefore not lowered before: a thread
-// that holds a shard while it waits for a processor would stall training.
+// Owned by the class that writes the rows (Snapshot, RowCopy, RowTransfer); its threads end with
+// it. They inherit the priority of the thread that made it, which is therefore not lowered before:
+// a thread that holds a shard while it waits for a processor would stall training.
 class RowFeed {
  public:
   // Starts. A part has every `num_parts`-th shard, and at most kMaxBatchesAhead batches of

@@ -20,7 +20,7 @@ std::shared_ptr<net::Channel> MakeChannel(uint32_t index) {
 WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
 
 // Channels are made without an address: calls to them wait, and end by their deadlines.
-// Indexes are those of discovery, so a worker may be known before those with smaller ones.
+// Discovery gives the indexes, so a worker may be known before those with smaller ones.
 void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
   while (workers_.size() < num_workers) {
     workers_.push_back({MakeChannel(static_cast<uint32_t>(workers_.size())), active});

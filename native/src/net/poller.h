@@ -75,6 +75,7 @@ class Poller {
   // descriptors. Never later than asked for, hence the earlier time wins.
   void WakeAt(Clock::time_point time);
   // Every Wait, now and later, returns kStopTag.
+  // For good: a poller that was stopped is not used again.
   void Stop();
 
  private:

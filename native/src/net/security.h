@@ -16,8 +16,8 @@
 namespace persia::net {
 
 // Derived from the job's secret for one role: HMAC-SHA256, persia/security/.
-// A process has the key of its own role and of those that it accepts, not the secret: whoever takes
-// over a data loader cannot pass for an admin.
+// A process has the key of its own role and of those that it accepts, not the secret: with
+// the key of a data loader nothing can pass for an admin.
 using RoleKey = std::array<std::byte, 32>;
 
 // A role, its key, and the keys of the roles that servers of this process accept.

@@ -46,7 +46,7 @@ Status RowGathering::TakePiece(const ReplicateRequest& message, uint32_t source)
 }
 
 // Each source sends its config. The first one empties the store and opens the loader that all of
-// them add to; kChanges, so that rows of one source do not replace those of another.
+// them add to; kChanges, so that rows of one source do not replace another's.
 Status RowGathering::TakeConfig(std::span<const std::byte> body) {
   PERSIA_ASSIGN_OR_RETURN(config_, TrainConfig::Decode(body));
   if (loader_ != nullptr) return Status::Ok();

@@ -109,8 +109,8 @@ class Front : private CallHandler {
   bool IsForPython(const InferRequest& request, const std::string& draw_id) const;
   bool MayBeDrawn() const;
   bool HasToken(const CallHead& head) const;
-  // From a call that was read here to one that Python answers: its events are those of a call that
-  // was Python's from the beginning.
+  // From a call that was read here to one that Python answers: Python sees
+  // the events that it would have seen from the beginning.
   void HandOver(CallId call, Infer* infer);
   // For what is wrong with a request beyond doubt. Anything less clear goes to Python, which
   // explains it.

@@ -50,8 +50,8 @@ bool IsAscii(std::string_view text) {
 }
 
 // False for everything that protobuf permits and clients do not send (groups, merged messages,
-// absurd shapes): Python's reader then decides. Field numbers are those of
-// ModelInferRequest.InferInputTensor.
+// absurd shapes): Python's reader then decides. The field numbers are
+// ModelInferRequest.InferInputTensor's.
 bool ReadInput(Bytes message, Input* input) {
   ProtoReader reader(message);
   for (Field field; reader.Next(&field);) {

@@ -155,7 +155,7 @@ class RowSlabs {
     bool is_leaving = false;
   };
 
-  // False where there is no memory or no number for another slab: a full server goes on with the
+  // False where there is no memory or no number for another slab: a full server continues with the
   // rows that it has.
   bool AddSlab(uint32_t pool);
   uint32_t NewSlabNumber();

@@ -149,7 +149,7 @@ class SignIndex {
  private:
   static constexpr uint64_t kLineEntries = 4;
   // The greatest key, so that a search in ascending order ends at an empty entry without another
-  // test. A sign may have this key as well; kNoCell tells the two apart.
+  // test. A sign may have this key, too; kNoCell tells the two apart.
   static constexpr Entry kEmpty = {UINT64_MAX, kNoCell, 0};
 
   // home_count_ is a multiple of the line.

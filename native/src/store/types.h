@@ -74,6 +74,7 @@ struct UpdateReport {
 
 // The state of a store. Shards are asked one after another, so that with calls in progress the
 // numbers are not all of one moment.
+// Each shard is locked in turn: for a status page, not for each batch.
 struct StoreStats {
   uint64_t num_rows = 0;
   uint64_t memory_bytes = 0;  // index, slabs and order: everything the store holds

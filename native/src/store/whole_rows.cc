@@ -17,7 +17,7 @@ Status Refuse(const std::string& setting, const char* remedy) {
                             " would change: ", remedy, ", or use consistency='synchronous'");
 }
 
-// Everything that lets a server remove or refuse a row by itself: the rank would replay an update
+// Everything by which a server removes or refuses a row unasked: the rank would replay an update
 // of a row that the server has no more, and the two would differ for ever.
 Status CheckRows(const RowConfig& rows) {
   if (rows.admit_probability < 1.0f) {

@@ -63,8 +63,8 @@ class BlockFiller {
     if (offsets_ != nullptr) *offsets_++ = 0;
   }
 
-  // Slots in the order of PackedBlock::slots. Numbers and offsets become those of the block: a
-  // slot's own count from its first row and ID.
+  // Slots in the order of PackedBlock::slots. Numbers and offsets then count from the
+  // block's first row and ID; a slot's own count from the slot's.
   void Add(const DistinctSlot& slot, const float* rows, uint32_t first_row) {
     rows_ = std::copy_n(rows, size_t{slot.num_rows} * slot.dim, rows_);
     for (const uint32_t number : slot.numbers) {

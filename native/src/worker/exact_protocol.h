@@ -1,6 +1,6 @@
 // Messages of a rank with consistency="exact": whole rows of chosen signs, and gradients that are
 // applied in the rank's order. client/exact_rows.h is their other end.
-// Why other messages than those of worker_protocol.h: a rank that replays its updates needs
+// Why worker_protocol.h does not suffice: a rank that replays its updates needs
 // optimizer state beside each row, must not be sent rows that it holds with newer values, and needs
 // its updates applied in its own order, although several are on their way (ADR 54).
 #pragma once
