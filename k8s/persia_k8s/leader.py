@@ -38,6 +38,7 @@ class Leadership:
     def acquire(self, liveness_port: int) -> None:
         """Waits for the lease; answers liveness probes meanwhile. SIGTERM ends the process with 0."""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        # Else Kubernetes would restart an operator that only waits for its turn.
         standby = _answer_probes(liveness_port)
         logging.info("waiting for lease %s as %s", "/".join(self._place), self._identity)
         while not self._renew():
@@ -52,6 +53,7 @@ class Leadership:
     def release(self) -> None:
         """Lets another operator begin at once."""
         self._stop.set()
+        # A renewal under way would take the lease again after it was given up.
         self._thread.join(_GIVE_UP_S)
         with suppress(ClusterError):
             lease = self._cluster.lease(*self._place)
@@ -63,6 +65,8 @@ class Leadership:
         """Takes or renews the lease, if no other process holds it. Returns whether this process has it."""
         try:
             lease = self._cluster.lease(*self._place)
+            # False where another process has changed the lease since it was read: put_lease compares
+            # versions, so two that find it free cannot both have it.
             return self._is_free(lease) and self._cluster.put_lease(self._renewed(lease))
         except ClusterError as error:
             logging.warning("lease %s: %s", "/".join(self._place), error)

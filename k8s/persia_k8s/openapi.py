@@ -18,6 +18,7 @@ _RESULTS = {
 
 def openapi_document() -> dict[str, Any]:
     """OpenAPI 3.0, as Kubernetes' own."""
+    # The schema of the CRD itself, so that the document cannot describe another job than the cluster accepts.
     spec = object_schema()["properties"]["spec"]
     identifier = _object({"job_name": _NAME, "namespace": _NAMESPACE}, required=["job_name"])
     job = _object({"job_identifier": identifier, "spec": spec}, ["job_identifier", "spec"])

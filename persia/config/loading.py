@@ -40,24 +40,25 @@ def load_embedding_config(path: str | os.PathLike[str]) -> SlotsConfig:
 
 def load_section(section: type[_AnySection], path: str | os.PathLike[str]) -> _AnySection:
     """Reads the file at `path`, which is one `section`. Raises ConfigError as the others do."""
-    with _naming(str(path)):
+    with naming(str(path)):
         return read_section(section, _read_yaml(Path(path)))
 
 
 def parse_global_config(mapping: Mapping[str, Any], *, source: str = "global config") -> GlobalConfig:
     """Checks a mapping as if it were a file; messages name `source` instead of the file."""
-    with _naming(source):
+    with naming(source):
         return read_section(GlobalConfig, without_published_forms(mapping))
 
 
 def parse_embedding_config(mapping: Mapping[str, Any], *, source: str = "embedding config") -> SlotsConfig:
     """Checks a mapping as if it were a file; messages name `source` instead of the file."""
-    with _naming(source):
+    with naming(source):
         return read_section(SlotsConfig, mapping)
 
 
 @contextmanager
-def _naming(source: str) -> Iterator[None]:
+def naming(source: str) -> Iterator[None]:
+    """Puts the name of a file before what is wrong with it."""
     try:
         yield
     except ConfigError as error:

@@ -29,6 +29,7 @@ def expanded(name: str) -> list[str]:
             f"{name!r} must count up, over at most {_MAX_NAMES} numbers: {{1..26}} is 1, 2, ... 26"
         )
     begin, end = name[: ranges[0].start()], name[ranges[0].end() :]
+    # As shells do: a leading zero says that all numbers have its width.
     width = len(ranges[0][1]) if ranges[0][1].startswith("0") else 0
     return [f"{begin}{number:0{width}}{end}" for number in range(first, last + 1)]
 
@@ -44,6 +45,7 @@ def expanded_keys(slots: Any) -> Any:
     sources: dict[Any, Any] = {}
     for key in slots:
         for name in expanded(key) if isinstance(key, str) else [key]:
+            # So one slot of a range can differ from the others: its own key wins.
             source = name if name in slots else key
             if sources.setdefault(name, source) != source:
                 raise complaint(

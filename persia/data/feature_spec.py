@@ -8,22 +8,26 @@ chunk of the type `parquet` names Parquet files whose columns are all features.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import yaml
+from pydantic import BaseModel, ConfigDict, Field
 
+from persia.config.loading import load_section, naming
 from persia.embedding.checks import at_least
 from persia.errors import ConfigError, InvalidArgumentError, NotFoundError
+from persia.validation import Section
 
 _ID_TYPES = ("int8", "int16", "int32")
 _LABEL_TYPES = ("bool", "int8", "uint8")
 _NUMERICAL_TYPES = ("float16", "float32")
-_SECTIONS = ("feature_spec", "source_spec", "channel_spec", "metadata")
 _MAX_BYTES = 1 << 24
+_Size = Annotated[int, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,10 @@ class FeatureSpec:
             raise NotFoundError(f"there is no feature spec {file} (seen from {Path.cwd()}): correct the path")
         if file.stat().st_size > _MAX_BYTES:
             raise ConfigError(f"{file} has more than {_MAX_BYTES} bytes: it is no feature spec")
-        try:
-            content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} is not YAML: {error}") from error
-        return _Reader(file).read(content)
+        # First types, key by key, then what must agree: rules of the second kind may rely on the first.
+        content = load_section(_File, file)
+        with naming(str(file)):
+            return content.read(file.parent)
 
     @classmethod
     def make_parquet(
@@ -206,151 +209,131 @@ class FeatureSpec:
         return {**bits, "slots_config": slots}
 
 
-class _Reader:
-    """Checks the content of one file."""
+class _Feature(BaseModel):
+    """Of a file; other keys are NVIDIA's own."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    model_config = ConfigDict(strict=True)
 
-    def read(self, content: Any) -> FeatureSpec:
-        self._demand(isinstance(content, dict), "must be a mapping of sections")
-        for section in content:
-            self._demand(
-                section in _SECTIONS, f"has an unknown section {section!r}: {', '.join(_SECTIONS)} are known"
-            )
-        channels = self._mapping(content, "channel_spec")
-        lists = {name: self._names(channels.get(name), f"channel_spec.{name}") for name in channels}
-        for name in ("categorical", "numerical", "label"):
-            self._demand(name in lists, f"channel_spec has no {name}")
-        self._demand(
-            len(lists) == 3, f"channel_spec has {', '.join(lists)}: only categorical, numerical and label"
-        )
-        self._demand(
-            len(lists["label"]) == 1, f"channel_spec.label has {len(lists['label'])} features: name one"
-        )
-        self._demand(bool(lists["categorical"]), "channel_spec.categorical is empty")
-        used = [*lists["categorical"], *lists["numerical"], *lists["label"]]
-        self._demand(len(set(used)) == len(used), "channel_spec names a feature twice")
-        described = self._mapping(content, "feature_spec")
+    dtype: str
+    cardinality: _Size | None = None
+    hotness: _Size | None = None
+    alpha: Annotated[float, Field(ge=0)] | None = None
+
+    def read(self, name: str) -> SpecFeature:
+        try:
+            dtype = str(np.dtype(self.dtype))
+        except TypeError:
+            raise ConfigError(f"feature {name!r}: numpy has no dtype {self.dtype!r}") from None
+        return SpecFeature(dtype, self.cardinality, self.hotness or 1, self.alpha)
+
+
+# Sections refuse unknown keys, as a misspelt channel would leave its features out. Features and chunks ignore
+# them: NVIDIA's tools write keys of their own there.
+class _Channels(Section):
+    categorical: list[str]
+    numerical: list[str]
+    label: list[str]
+
+
+class _Chunk(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["split_binary", "parquet"]
+    features: list[str]
+    files: list[str]
+
+
+class _File(Section):
+    """A `feature_spec.yaml`. Types are checked by pydantic, here what must agree among its sections."""
+
+    feature_spec: dict[str, _Feature]
+    channel_spec: _Channels
+    source_spec: dict[str, list[_Chunk]] | None = None  # NVIDIA's specs of synthetic data have none
+    metadata: dict[str, Any] | None = None
+
+    def read(self, directory: Path) -> FeatureSpec:
+        channels, described = self.channel_spec, self.feature_spec
+        _demand(len(channels.label) == 1, f"channel_spec.label has {len(channels.label)} features: name one")
+        _demand(bool(channels.categorical), "channel_spec.categorical is empty")
+        used = [*channels.categorical, *channels.numerical, *channels.label]
+        _demand(len(set(used)) == len(used), "channel_spec names a feature twice")
         for name in used:
-            self._demand(name in described, f"feature_spec lacks {name!r}, which channel_spec names")
+            _demand(name in described, f"feature_spec lacks {name!r}, which channel_spec names")
         for name in described:
-            self._demand(name in used, f"channel_spec lacks {name!r}, which feature_spec describes")
-        features = {name: self._feature(name, value) for name, value in described.items()}
-        for role, types in (("numerical", _NUMERICAL_TYPES), ("label", _LABEL_TYPES)):
-            for name in lists[role]:
+            _demand(name in used, f"channel_spec lacks {name!r}, which feature_spec describes")
+        features = {name: feature.read(name) for name, feature in described.items()}
+        roles = ("numerical", channels.numerical, _NUMERICAL_TYPES), ("label", channels.label, _LABEL_TYPES)
+        for role, names, types in roles:
+            for name in names:
                 kind = features[name].dtype
-                self._demand(
+                _demand(
                     kind in types,
                     f"feature {name!r}: dtype {kind} is none of {', '.join(types)}, those of a {role}",
                 )
-        kinds = {features[name].dtype for name in lists["numerical"]}
-        self._demand(len(kinds) < 2, f"numerical features have dtypes {', '.join(sorted(kinds))}: use one")
-        for name in lists["categorical"]:
-            self._check_ids(name, features[name])
-        metadata = content.get("metadata") or {}
-        self._demand(isinstance(metadata, dict), "metadata must be a mapping")
-        self._demand(
+        kinds = {features[name].dtype for name in channels.numerical}
+        _demand(len(kinds) < 2, f"numerical features have dtypes {', '.join(sorted(kinds))}: use one")
+        for name in channels.categorical:
+            _check_ids(name, features[name])
+        metadata, sources = self.metadata or {}, self.source_spec or {}
+        _demand(
             isinstance(metadata.get("rows") or {}, dict),
             f"metadata.rows is {metadata.get('rows')!r}, must be a mapping such as {{train: 1000}}",
         )
-        sources = content.get("source_spec") or {}  # NVIDIA's specs of synthetic data have none
-        self._demand(isinstance(sources, dict), "source_spec must be a mapping")
-        label = lists["label"][0]
-        chunks = {str(name): self._chunks(str(name), value, lists) for name, value in sources.items()}
-        parquet = frozenset(str(name) for name, value in sources.items() if value[0].get("type") == "parquet")
-        parts = tuple(lists["categorical"]), tuple(lists["numerical"]), label
-        return FeatureSpec(self._file.parent, features, *parts, chunks, metadata, parquet)
-
-    def _feature(self, name: str, value: Any) -> SpecFeature:
-        self._demand(isinstance(value, dict), f"feature {name!r} must be a mapping")
-        kind = value.get("dtype")
-        self._demand(
-            isinstance(kind, str), f"feature {name!r}: dtype is {kind!r}, must be a name such as int32"
-        )
-        try:
-            dtype = str(np.dtype(kind))
-        except TypeError:
-            raise ConfigError(f"{self._file}: feature {name!r}: numpy has no dtype {kind!r}") from None
-        sizes = {}
-        for key in ("cardinality", "hotness"):
-            sizes[key] = size = value.get(key)
-            is_right = size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 1)
-            self._demand(is_right, f"feature {name!r}: {key} is {size!r}, must be an integer of at least 1")
-        alpha = value.get("alpha")
-        is_number = alpha is None or (isinstance(alpha, int | float) and alpha >= 0)
-        self._demand(is_number, f"feature {name!r}: alpha is {alpha!r}, must be a number of at least 0")
-        return SpecFeature(dtype, sizes["cardinality"], sizes["hotness"] or 1, alpha)
-
-    def _check_ids(self, name: str, feature: SpecFeature) -> None:
-        if feature.dtype == "int64":
-            return
-        self._demand(
-            feature.dtype in _ID_TYPES,
-            f"feature {name!r}: dtype {feature.dtype} is none of {', '.join(_ID_TYPES)} and int64",
-        )
-        self._demand(feature.cardinality is not None, f"feature {name!r} has no cardinality")
-        largest = int(np.iinfo(feature.dtype).max)
-        self._demand(
-            (feature.cardinality or 0) - 1 <= largest,
-            f"feature {name!r}: cardinality {feature.cardinality} does not fit {feature.dtype}, "
-            f"whose largest value is {largest}",
+        return FeatureSpec(
+            directory,
+            features,
+            tuple(channels.categorical),
+            tuple(channels.numerical),
+            channels.label[0],
+            {name: self._chunks(name, chunks) for name, chunks in sources.items()},
+            metadata,
+            frozenset(name for name, chunks in sources.items() if chunks[0].type == "parquet"),
         )
 
-    def _chunks(
-        self, mapping: str, chunks: Any, lists: Mapping[str, list[str]]
-    ) -> tuple[tuple[tuple[str, ...], str], ...]:
-        where = f"source_spec.{mapping}"
-        self._demand(isinstance(chunks, list) and bool(chunks), f"{where} must be a list of chunks")
-        found = []
+    def _chunks(self, mapping: str, chunks: list[_Chunk]) -> tuple[tuple[tuple[str, ...], str], ...]:
+        where, numerical = f"source_spec.{mapping}", self.channel_spec.numerical
+        _demand(bool(chunks), f"{where} has no chunks")
         for index, chunk in enumerate(chunks):
-            what = f"{where}[{index}]"
-            self._demand(isinstance(chunk, dict), f"{what} must be a mapping")
-            kind = chunk.get("type")
-            is_parquet = kind == "parquet"
-            self._demand(
-                is_parquet or kind == "split_binary",
-                f"{what}: type is {kind!r}, only split_binary and parquet can be read",
-            )
-            names, files = (self._names(chunk.get(key), f"{what}.{key}") for key in ("features", "files"))
-            self._demand(len(files) == 1, f"{what} has {len(files)} files: a chunk has one")
-            self._demand(
+            what, names, is_parquet = f"{where}[{index}]", chunk.features, chunk.type == "parquet"
+            _demand(len(chunk.files) == 1, f"{what} has {len(chunk.files)} files: a chunk has one")
+            _demand(
                 not is_parquet or len(chunks) == 1,
                 f"{where} has {len(chunks)} chunks: of Parquet, one has all features",
             )
-            is_whole = (
-                is_parquet
-                or names == lists["numerical"]
-                or (len(names) == 1 and names[0] not in lists["numerical"])
-            )
-            self._demand(
-                is_whole,
+            is_whole = names == numerical or (len(names) == 1 and names[0] not in numerical)
+            _demand(
+                is_parquet or is_whole,
                 f"{what} has the features {', '.join(names)}: a chunk has one categorical feature, the "
                 "label, or all numerical ones in the order of channel_spec",
             )
-            found.append((tuple(names), files[0]))
-        had = [name for names, _ in found for name in names]
-        for name in (name for names in lists.values() for name in names):
-            self._demand(
-                had.count(name) == 1, f"{where} has feature {name!r} {had.count(name)} times, must once"
-            )
+        # Counted over all chunks: a feature in two files would be read from one of them, without a word.
+        had = Counter(name for chunk in chunks for name in chunk.features)
+        for name in self.feature_spec:
+            _demand(had[name] == 1, f"{where} has feature {name!r} {had[name]} times, must once")
         for name in had:
-            self._demand(any(name in names for names in lists.values()), f"{where}: unknown feature {name!r}")
-        return tuple(found)
+            _demand(name in self.feature_spec, f"{where}: unknown feature {name!r}")
+        return tuple((tuple(chunk.features), chunk.files[0]) for chunk in chunks)
 
-    def _mapping(self, content: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-        value = content.get(section)
-        self._demand(isinstance(value, dict), f"section {section} is missing, or no mapping")
-        return value  # type: ignore[return-value]  # checked
 
-    def _names(self, value: Any, what: str) -> list[str]:
-        is_list = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        self._demand(is_list, f"{what} must be a list of names")
-        return list(value)
+def _check_ids(name: str, feature: SpecFeature) -> None:
+    if feature.dtype == "int64":
+        return
+    _demand(
+        feature.dtype in _ID_TYPES,
+        f"feature {name!r}: dtype {feature.dtype} is none of {', '.join(_ID_TYPES)} and int64",
+    )
+    _demand(feature.cardinality is not None, f"feature {name!r} has no cardinality")
+    largest = int(np.iinfo(feature.dtype).max)
+    _demand(
+        (feature.cardinality or 0) - 1 <= largest,
+        f"feature {name!r}: cardinality {feature.cardinality} does not fit {feature.dtype}, "
+        f"whose largest value is {largest}",
+    )
 
-    def _demand(self, is_right: bool, message: str) -> None:
-        if not is_right:
-            raise ConfigError(f"{self._file}: {message}")
+
+def _demand(is_right: bool, message: str) -> None:
+    if not is_right:
+        raise ConfigError(message)
 
 
 def _id_type(cardinality: int | None) -> str:

@@ -77,6 +77,7 @@ class ParquetBatches:
         self.num_rows: int = self._data.count_rows()
         if not self.num_rows:
             raise InvalidArgumentError(f"the files have no rows: {_listed(self._data.files)}")
+        # Numbers of batches. `split` makes parts by these alone: both read the same open files.
         self._begin, self._end = 0, int(-(-self.num_rows // batch_size))
         self._limits: dict[str, int] = {}  # cardinalities of a feature spec
         self._counts: dict[str, int] = {}  # IDs of a sample, where a feature spec names several
@@ -169,6 +170,7 @@ class ParquetBatches:
 
     def of_epoch(self, epoch: int) -> Self:
         """These batches in the order of an epoch, from 0. They share the files."""
+        # Shallow: the files stay open once, and nothing else of this object changes after it was made.
         made = copy.copy(self)
         made._epoch = at_least(0, "epoch", epoch)
         return made
@@ -197,6 +199,8 @@ class ParquetBatches:
             for rows in group.to_batches(
                 columns=columns, batch_size=self.batch_size, schema=self._data.schema
             ):
+                # `first` to `end`: the rows of this piece in the order of all rows. Batches neither begin nor
+                # end where pieces do.
                 first, end = end, end + rows.num_rows
                 while begin is not None and begin + taken < end:
                     part = rows.slice(begin + taken - first, self.batch_size - taken)
@@ -265,6 +269,8 @@ class ParquetBatches:
         if self.shuffle_seed is None:
             return groups
         listed = list(groups)
+        # By seed and epoch alone, so that every loader, and one that resumes in the middle of an epoch, has
+        # the same order.
         order = np.random.default_rng([self.shuffle_seed, self._epoch]).permutation(len(listed))
         return (listed[place] for place in order)
 
@@ -430,6 +436,8 @@ def _fits(kind: Any, wanted: Any) -> bool:
     if types.is_list(kind) and types.is_list(wanted):
         return _fits(kind.value_type, wanted.value_type)
     if is_number(kind) and is_number(wanted):
+        # Files are read by the schema of the first one. Narrower numbers are widened by it; wider ones
+        # need not fit.
         return np.can_cast(kind.to_pandas_dtype(), wanted.to_pandas_dtype())
     texts = (types.is_string, types.is_large_string)
     both_texts = all(any(is_text(one) for is_text in texts) for one in (kind, wanted))

@@ -109,6 +109,7 @@ def preprocess(
         tasks = _tasks(settings, files, step, at_least(1, "partitions", partitions))
         total = sum(task["bytes"] for task in tasks)
         results, done = [], 0
+        # Text in, text out: engines differ in what they can send to their workers, and agree on strings.
         for text in engine([json.dumps(task) for task in tasks]):
             result = json.loads(text)
             if "error" in result:
@@ -117,12 +118,14 @@ def preprocess(
             results.append(result)
             done += result["bytes"]
             progress(step, done, total)
+            # After each result, so that a wrong file is found in minutes and not after a day of work.
             if sum(one["num_bad"] for one in results) > settings.max_bad_records:
                 raise InvalidArgumentError(
                     f"more than {settings.max_bad_records} bad records (--max-bad-records):\n"
                     + "\n".join(_bad(settings, results))
                 )
     result = Result(num_bad=sum(one["num_bad"] for one in results), bad=_bad(settings, results))
+    # Engines return results in any order; files, IDs and reports must not depend on it.
     results.sort(key=lambda one: str(one["name"]))
     for mapping in files:
         of_mapping = [one for one in results if one["mapping"] == mapping]
@@ -140,6 +143,7 @@ def preprocess(
         replace(spec, metadata={"rows": result.num_rows}).save()
     report = {"settings": _identity(settings), "result": asdict(result)}
     _write(Path(settings.output) / _REPORT, json.dumps(report, indent=1).encode())
+    # Last: what it holds is needed to resume until the report says that the output is complete.
     shutil.rmtree(work)
     return result
 
@@ -168,6 +172,8 @@ def _run(task: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _blocks_task(settings: Preprocessing, task: dict[str, Any]) -> Iterator[dict[str, Any]]:
     work, step = Path(settings.output) / _WORK, task["step"]
     first, end = task["first"], task["end"]
+    # Blocks that an earlier run, or a lost attempt of this task, has finished. Blocks of one task are written
+    # in order, so the first one without a marker is where the rest begins.
     for index in range(first, first + (1 << 40) if end is None else end):
         marker = work / step / f"{task['name']}-{index:06}.json"
         if not marker.exists():
@@ -218,6 +224,7 @@ def _merge_task(settings: Preprocessing, column: int) -> Iterator[dict[str, Any]
         keys = content[len(ends) : len(ends) + ends[-1]]
         counts = content[len(ends) + ends[-1] :]
         parts.append([array[ends[column] : ends[column + 1]] for array in (keys, counts)])
+    # IDs are hashes, so equal ranges of them have about equally many.
     num_ranges = -(-sum(len(keys) for keys, _ in parts) // _MERGED_IDS) or 1
     bounds = [(index << 64) // num_ranges for index in range(1, num_ranges)]
     cuts = [np.searchsorted(keys, np.array(bounds, np.uint64)) for keys, _ in parts]
@@ -240,6 +247,7 @@ def _merge_task(settings: Preprocessing, column: int) -> Iterator[dict[str, Any]
     if settings.contiguous:
         counts = np.concatenate(frequent)
         ids = np.empty(len(counts), np.int32)
+        # Frequent ones first, equal counts in the order of hashes: the same IDs for any partitions.
         ids[np.argsort(~counts, kind="stable")] = np.arange(len(counts)) + tsv_blocks.RARE + 1
         _write(target.with_suffix(".ids"), ids)
     target.with_suffix(".part").replace(target.with_suffix(".keys"))
@@ -253,6 +261,8 @@ def _write_table(
     import pyarrow as pa
 
     table = tsv_blocks.transform(parsed, vocabularies, settings.log_offset)
+    # Engines may run a task twice at a time (speculation): each attempt has a file of its own until the
+    # rename.
     part = path.with_suffix(f".{os.getpid()}.part")
     if settings.format == "parquet":
         pa.parquet.write_table(table, part, compression="zstd")

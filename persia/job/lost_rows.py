@@ -57,6 +57,7 @@ class RowsGuard:
         # Written by events and by the thread that trains: single operations of a dict are atomic.
         self._servers: dict[int, ServiceInfo] = {}
         self._lost: dict[int, ServiceInfo] = {}
+        # The watch begins before the look: a restart between the two is seen by one of them.
         self._watch = directory.watch(EMBEDDING_PARAMETER_SERVER, self._on_event)
         self._look()
 
@@ -91,6 +92,8 @@ class RowsGuard:
         """A load has replaced the rows of `missing`. Those of a server that restarted during it are lost."""
         self._look()
         for server in missing:
+            # The same object, not the same index: a server that restarted while rows were loaded is another
+            # entry, and its rows are lost again.
             if self._lost.get(server.index) is server:
                 del self._lost[server.index]
 

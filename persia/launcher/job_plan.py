@@ -61,6 +61,7 @@ def plan_job(job: Job, hosts: Hosts, constants: Constants, target: float | None 
 
     Without `target` the ranks decide. Raises ConfigError if neither says how fast the job shall be.
     """
+    # Ranks first: their rate is the target of the roles that follow, where the user names none.
     given = {name: getattr(hosts, name).count for name in (RANKS, LOADERS, WORKERS, BROKER, SERVERS)}
     if hosts.machine is None and target is None and given[RANKS] is None:
         raise ConfigError("ranks.count=None: give it, or the speed that you need as --samples-per-s")
@@ -77,6 +78,7 @@ def plan_job(job: Job, hosts: Hosts, constants: Constants, target: float | None 
     roles: dict[str, RolePlan] = {}
     for name in counts:
         role: Role = getattr(hosts, name)
+        # Anew for each role: counts of the roles before it may have grown, and traffic depends on them.
         traffic = Traffic.of(job, counts[SERVERS], counts[RANKS])
         received, sent = traffic.by_role()[name]
         cpu_s, thread_s = _costs(name, job, traffic, constants, counts[SERVERS])
@@ -109,6 +111,8 @@ def plan_process(job: Job, machine: Role, constants: Constants) -> Plan:
     traffic, total = Traffic.of(job, 1, 1), job.num_rows * job.row_bytes
     cpu_s, loop_s = _costs(ONE_PROCESS, job, traffic, constants, 1)
     roles = {ONE_PROCESS: RolePlan(1, total, 0, 0, cpu_s, loop_s, None, "processor")}
+    # Only the loop was measured apart. What the others share is divided evenly; the sum of processor times,
+    # which limits most jobs of one process, does not depend on it.
     # The threads beside the loop: one that makes batches, those that look up, and those that update.
     third_s = (cpu_s - loop_s - job.read_cpu_s) / 3
     stages = [
@@ -159,6 +163,7 @@ def _shared(job: Job, machine: Role, roles: Mapping[str, RolePlan], stages: list
     cores, num_ranks = machine.cores or 1.0, roles[RANKS].count if RANKS in roles else 1
     rate = batches_per_s(stages, cores, job.in_flight, num_ranks)
     largest = max(roles, key=lambda name: roles[name].cpu_s)
+    # Names the limit by what is used most: the rate itself comes from the simulation.
     used = {f"{largest}: processor": rate * sum(role.cpu_s for role in roles.values()) / cores}
     used |= {f"{name}: thread": rate * role.thread_s / role.count for name, role in roles.items()}
     in_flight_s = sum(stage.cpu_s / stage.pieces for stage in stages if stage.has_permit)
@@ -180,6 +185,8 @@ def _slowest(job: Job, hosts: Hosts, roles: Mapping[str, RolePlan]) -> tuple[flo
         role: Role = getattr(hosts, name)
         num_bytes = roles[name].sent_bytes / (roles[SERVERS].count if name == SERVERS else 1)
         passed_s += num_bytes * 8e-9 / (role.network_gbit or math.inf)
+    # By Little's law: the throughput of a bounded number of batches is that number by the time that each
+    # takes.
     in_flight = ranks.count * job.in_flight * job.batch_size / passed_s
     return (in_flight, f"{RANKS}: batches in flight") if in_flight < rate else (rate, limit)
 

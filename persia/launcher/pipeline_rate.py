@@ -29,10 +29,12 @@ def batches_per_s(stages: Sequence[Stage], cores: float, in_flight: int, num_ran
 
     The last stages have a permit, at least one of them; each rank has `in_flight` permits.
     """
+    # A stage without cost takes no time, and would be a step of zero seconds.
     pipeline = _Pipeline([stage for stage in stages if stage.cpu_s > 0], in_flight * num_ranks, num_ranks)
     warm_up = in_flight * num_ranks + _BUFFERED * num_ranks
     while pipeline.done < warm_up:
         pipeline.step(cores)
+    # Counted once the pipeline is full: the first batches find every stage free, and would look too quick.
     began_s, began = pipeline.now_s, pipeline.done
     while pipeline.done < began + _COUNTED * num_ranks:
         pipeline.step(cores)
@@ -55,12 +57,16 @@ class _Pipeline:
     def step(self, cores: float) -> None:
         """Until the next batch leaves a stage."""
         ready = sum(len(left) * stage.pieces for left, stage in zip(self._left_s, self._stages, strict=True))
+        # A thread never runs faster than on one core of its own. With more threads than cores the scheduler
+        # gives each an equal share, on average over a batch.
         share = min(1.0, cores / ready)
         both = list(zip(self._left_s, self._stages, strict=True))
         step_s = min(min(left) / stage.pieces for left, stage in both if left) / share
         self.now_s += step_s
         for place, (left, stage) in enumerate(both):
             rest = [seconds - step_s * share * stage.pieces for seconds in left]
+            # Relative, as rounding leaves a rest of a few units of the last digit: with `> 0` a batch would
+            # stay for steps that take no time.
             stays = [seconds for seconds in rest if seconds > 1e-9 * stage.cpu_s]
             self._left_s[place] = stays
             self._leave(place, len(left) - len(stays))
@@ -71,6 +77,7 @@ class _Pipeline:
             self._waiting[place + 1] += count
         else:
             self.done += count
+            # The last stage gives the permit back, as the acknowledgement of gradients does in a job.
             self._permits += count
 
     def _start(self) -> None:

@@ -209,6 +209,7 @@ def _sampled(given: Mapping[str, Any], spec: FeatureSpec) -> tuple[list[SlotLoad
             f"{', '.join(sorted(different))}: name a sample of the same data"
         )
     num_read = min(given["sample_batches"], len(batches))
+    # Spread over the data, as IDs of one day resemble each other: batches in a row would show too few.
     numbers = np.linspace(0, len(batches) - 1, num_read).round().astype(int).tolist()
     per_batch: dict[str, list[int]] = {name: [] for name in spec.categorical}
     seen: dict[str, Any] = {}
@@ -257,6 +258,7 @@ def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) ->
     if not times_model:
         return num_parameters, 0.0
     # Settings of memory and threads are those of a whole process, and glibc's cannot be restored.
+    # A new interpreter, not a fork: threads of torch do not survive one.
     with ProcessPoolExecutor(1, get_context("spawn"), _keep_memory) as child:
         return num_parameters, child.submit(_step_s, dict(given), count).result()
 

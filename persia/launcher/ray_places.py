@@ -53,6 +53,8 @@ class Run:
     def __init__(self, spec: ProcessSpec, num_restarts: int) -> None:
         self._lines: queue.Queue[str] = queue.Queue(_WAITING_LINES)
         self._is_over = False
+        # Detached, as Ray kills the children of an actor that ends: the watchdog must outlive the actor, to
+        # end the process.
         self._supervisor = Supervisor(self._put, detach_watchdog=True)
         self.process = self._supervisor.start(spec, num_restarts)
 
@@ -74,6 +76,8 @@ class Run:
         self._supervisor.stop()  # its watchdog
 
     def _put(self, _name: str, line: str) -> None:
+        # Waits for the driver to read, which slows a process down that writes too much, and ends when nothing
+        # of the output is wanted any more.
         while not self._is_over:
             with contextlib.suppress(queue.Full):
                 return self._lines.put(line, timeout=_POLL_S)
@@ -116,6 +120,7 @@ class Place:
         """`Run.poll`. None: it does not run here, as Ray has made this place anew."""
         with self._lock:
             known = self._run if run == self._number else None
+        # Without the lock: poll() waits for output, and signals must reach the process meanwhile.
         return None if known is None else known.poll()
 
     def _is_new(self, run: int) -> bool:
@@ -241,6 +246,7 @@ def reserve(needs: Mapping[str, Resources], strategy: str) -> dict[str, Any]:
 
     Waits until the cluster has them all.
     """
+    # One group for all: with places one by one two jobs could each hold half of a cluster, and wait for ever.
     group = placement_group([dict(need) for need in needs.values()], strategy=strategy)
     _result(group.ready, "places for the job", lambda: f" ({_shortage(needs)})")
     places = {name: _make_place(group, index, need) for index, (name, need) in enumerate(needs.items())}

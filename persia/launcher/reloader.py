@@ -23,6 +23,8 @@ def _stamps(files: list[str]) -> list[tuple[int, int]]:
     for file in files:
         try:
             status = os.stat(file)
+            # The inode, too: a secret that Kubernetes replaces is another file, perhaps of the same
+            # second.
             stamps.append((status.st_mtime_ns, status.st_ino))
         except OSError:
             stamps.append((0, 0))
@@ -46,6 +48,7 @@ def _listens(program: int) -> bool:
 
 def _watch(files: list[str], program: int, stamps: list[tuple[int, int]]) -> None:
     is_ready, latest = False, time.monotonic() + _START_S
+    # execv keeps the process ID, so the program is the parent until it ends. Then the child has another one.
     while os.getppid() == program:
         is_ready = is_ready or _listens(program) or time.monotonic() > latest
         if is_ready and (now := _stamps(files)) != stamps:
@@ -57,11 +60,15 @@ def _watch(files: list[str], program: int, stamps: list[tuple[int, int]]) -> Non
 def main(arguments: list[str]) -> None:
     separator = arguments.index("--")
     files, command = arguments[:separator], arguments[separator + 1 :]
+    # Before the program reads its files: a change between the two is seen as one, and at worst reloads once
+    # too often.
     program, stamps = os.getpid(), _stamps(files)
     if os.fork() == 0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the program decides when both end
         _watch(files, program, stamps)
         os._exit(0)
+    # The parent becomes the program, so that its supervisor signals the program itself and sees its exit
+    # code.
     os.execv(command[0], command)
 
 

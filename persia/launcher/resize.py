@@ -49,7 +49,11 @@ def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None
                 f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
                 "starts and ends the servers of a job"
             ) from None
+        # The supervisor has one change at a time. Another pair of numbers means that this one is over, and
+        # another user has begun the next.
         asked, shown = (state.before, state.after), ""
+        # Without a limit: copying rows takes as long as there are rows. A supervisor that dies ends this by
+        # the deadline of `ask`.
         for _ in Attempts(float("inf"), pause_s=0.2):
             if state.is_over:
                 break

@@ -69,6 +69,7 @@ class Subjects:
 
     def replica(self, server_index: int, incarnation: str) -> str:
         """One of the processes of a parameter server with standbys, or "all" of them."""
+        # Incarnations are hex digits, so none is "all".
         return f"{self._prefix}.replica.{_checked_index(server_index)}.{incarnation}"
 
     def resize(self, generation: int, server_index: int) -> str:

@@ -43,6 +43,8 @@ class BoundedQueue(Generic[T]):
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._items: deque[T] = deque()
+        # By key, not a count: a cancel that comes twice, or after the item, must not give room away that
+        # another has.
         self._reserved: set[object] = set()
         self._closed = False
         self._failure: BaseException | None = None
@@ -115,6 +117,7 @@ class BoundedQueue(Generic[T]):
     def fail(self, failure: BaseException) -> None:
         """Closes, and makes every `get` raise the first failure given."""
         with self._changed:
+            # The first one is the cause; later ones are often its consequences.
             self._failure = self._failure or failure
             self._closed = True
             self._changed.notify_all()

@@ -71,6 +71,8 @@ class Sign(Enum):
 
 def config_hash(section: EmbeddingParameterServerConfig, replicas: int, schema: str) -> str:
     """Hash of what must be equal for two servers to have the same bits after the same operations."""
+    # Settings that decide which rows are evicted, and how they are rounded. A standby with others would have
+    # other rows after the same operations.
     parts: list[object] = [section.capacity, section.num_hashmap_internal_shards, section.row_dtype]
     parts += [section.standby_deadline_sec, replicas, schema]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -134,6 +136,8 @@ class Replica:
         self._handlers: dict[Question, Callable[[Message], bool | None]] = {Question.WHO: self._has_rows}
         self._registrations = [
             session.respond(session.subjects.replica(index, name), self._answer)
+            # One subject to be asked alone, for agreements that must not be answered by another, and one for
+            # questions to all processes of the index.
             for name in (self.incarnation, _ALL)
         ]
 

@@ -55,6 +55,8 @@ def count_beyond(
     """
     reader = RowReader(location)
     num_bytes = sum(entry.num_bytes for entry in reader.section.files)
+    # Virtual shards are ranges of a hash of the sign, so some of them are a fair sample of all rows, and can
+    # be read without the others.
     num_shards = max(1, min(NUM_VIRTUAL_SHARDS, NUM_VIRTUAL_SHARDS * max_bytes // max(num_bytes, 1)))
     groups, counts = RowGroups(reader.section.schema), dict.fromkeys(limits, 0)
     for block in reader.blocks(Span(0, num_shards - 1)):

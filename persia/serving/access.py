@@ -22,6 +22,7 @@ from persia.serving.statistics import ServingStatistics
 # Not Health/Watch: its streams have no end, and strangers could hold all concurrent calls with them.
 _OPEN_CALLS = ("/grpc.health.v1.Health/Check", f"/{SERVICE}/ServerLive", f"/{SERVICE}/ServerReady")
 _OPEN_PATHS = ("/v2/health/live", "/v2/health/ready")
+# Strangers choose what is logged here, so its length is bounded.
 _SHOWN = 100  # characters of a path that a stranger has sent
 _REFUSAL = (
     "this server answers who has its token: send `authorization: Bearer TOKEN`, the TOKEN of "
@@ -79,6 +80,7 @@ def token_middleware(access: Access, statistics: ServingStatistics) -> Any:
         if request.path in _OPEN_PATHS or access.admits(request.headers.get("Authorization")):
             return await handler(request)
         _record(statistics, str(request.remote), f"{request.method} {request.path[:_SHOWN]}")
+        # Closed, since the body was not read: what is left of it would be taken for the next request.
         headers = {"WWW-Authenticate": 'Bearer realm="persia serve"', "Connection": "close"}
         return web.json_response({"error": _REFUSAL}, status=401, headers=headers)
 

@@ -48,6 +48,7 @@ class PredictionClient:
         wait_s: float = 10.0,
     ) -> None:
         self._address, self._model, self._version, self._timeout_s = address, model, version, timeout_s
+        # gRPC refuses replies above 4 MiB by default, which a batch of wide outputs exceeds.
         self._channel = grpc.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)])
         self._infer: Any = self._channel.unary_unary(f"/{SERVICE}/ModelInfer")
         try:
@@ -163,6 +164,7 @@ def latency(
         return (time.perf_counter() - begin) * 1e3
 
     with ThreadPoolExecutor(at_least(1, "concurrency", concurrency)) as threads:
+        # Not measured: the first requests of a server allocate its memory, and each thread opens its stream.
         list(threads.map(timed, requests[:1] * concurrency))
         begin = time.perf_counter()
         times = list(threads.map(timed, requests))

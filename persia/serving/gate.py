@@ -24,6 +24,7 @@ _Predict = Callable[[PersiaBatch], list[NDArray[Any]]]
 class Gate:
     """Compares predictions of a new version with those of the version that answers."""
 
+    # Decoded once: each new version is tried on the same samples.
     samples: Sequence[PersiaBatch]
     max_drift: float | None = None  # mean absolute difference of all predictions
     min_auc: float | None = None  # of the first output, on the first labels
@@ -60,6 +61,8 @@ class Gate:
 
     def check(self, candidate: _Predict, current: _Predict) -> None:
         """FailedPreconditionError says by how much `candidate` fails."""
+        # The version in use predicts anew each time. It follows packets, so its predictions of yesterday say
+        # nothing about a change of today.
         new = self.predictions(candidate)
         if self.max_drift is not None:
             drift = drift_of(new, self.predictions(current))

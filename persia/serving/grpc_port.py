@@ -33,6 +33,7 @@ class Call:
         self.method, self.authorization, self._encoding, self.peer, self.begin_ns, deadline_ns, drawn = said
         self.draw_id: str = drawn  # of a plain request without an ID, by which the front has drawn
         self._deadline_ns = math.inf if deadline_ns is None else deadline_ns
+        # A stream that watches has no answer to be late with; only the client's deadline ends it.
         if self.method not in limits.endless:
             self._deadline_ns = min(self._deadline_ns, self.begin_ns + limits.timeout_s * 1e9)
         self.status = ""  # of gRPC, once it is finished
@@ -95,6 +96,7 @@ class Call:
             text = f"the message is compressed by {self._encoding!r:.40}: send gzip, deflate or identity"
             self.finish("UNIMPLEMENTED", text)  # as gRPC wants it; no error of ours has that status
             raise InvalidArgumentError(text)
+        # In pieces up to the bound: a few bytes of a stranger may inflate to gigabytes.
         inflater = zlib.decompressobj(_ANY_ZLIB)
         try:
             inflated = inflater.decompress(content, self._max_bytes + 1)
@@ -155,6 +157,7 @@ class GrpcPort:
                 call.finish("UNAVAILABLE", "the server is stopping: ask another one")
 
     def _take(self) -> None:
+        # All that have come: the descriptor became readable once for them.
         for number, kind, said in self._front.take_events():
             if kind == "call":
                 self._begin(number, said)
@@ -171,6 +174,7 @@ class GrpcPort:
         handler = self._handlers.get(call.method)
         if refusal:
             call.finish("UNAUTHENTICATED", refusal)
+        # After the token, so that strangers cannot ask which methods this server has.
         elif handler is None:
             call.finish("UNIMPLEMENTED", f"this server has no method {call.method!r:.200}")
         else:

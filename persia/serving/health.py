@@ -24,6 +24,8 @@ _SERVICES = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
 def standard_handlers(states: health.aio.HealthServicer) -> dict[str, Handler]:
     """By the paths of their methods."""
     context_of: Any = _Context  # the part of gRPC's that is used
+    # gRPC's own services behind the native front: messages and states are theirs, for the price of one
+    # class.
     reflecting = reflection.aio.ReflectionServicer(_SERVICES, POOL)
 
     async def check(call: Call) -> None:
@@ -40,6 +42,8 @@ def standard_handlers(states: health.aio.HealthServicer) -> dict[str, Handler]:
             async for message in call.messages():
                 yield parsed(reflection_pb2.ServerReflectionRequest, message)
 
+        # Clients ask with a stream and read each answer before the next question, so answers must not be
+        # gathered.
         async for reply in reflecting.ServerReflectionInfo(requests(), None):
             call.send(reply.SerializeToString())
 

@@ -62,6 +62,7 @@ class HttpEndpoint:
 
     def _application(self, max_request_bytes: int) -> web.Application:
         check = token_middleware(self.access, self.inference.statistics)
+        # aiohttp refuses larger bodies while it reads them, so that memory stays bounded by the permits.
         application = web.Application(client_max_size=max_request_bytes, middlewares=[check])
         own, ready = self.inference, self._ready
         routes: list[tuple[str, str, Callable[[web.Request], Any]]] = [
@@ -159,6 +160,7 @@ def _parsed(body: bytes, header: str | None) -> tuple[dict[str, Any], list[Tenso
 
 
 def _encoded(head: dict[str, Any], model: str, prediction: Prediction) -> web.Response:
+    # Outputs in the order in which they were asked for; all of them, in the model's order, if none was.
     requested = objects_of(head, "outputs")
     wanted = [name for output in requested if isinstance(name := output.get("name"), str)]
     if len(wanted) < len(requested):

@@ -30,6 +30,8 @@ class Sideline(Generic[_T]):
 
     def offer(self, item: _T) -> None:
         """Never waits."""
+        # Dropped rather than queued: what is beside the answers must cost no memory when it cannot keep up,
+        # and `num_dropped` says that it happened.
         if self._pool.num_unfinished > _MAX_WAITING:
             self.num_dropped += 1
         else:
@@ -70,6 +72,8 @@ class Share:
         """From 0 to 1."""
         now = time.monotonic()
         if self._path is not None and now >= self._read_at + _REREAD_S:
+            # Before the file is read: a file system that hangs is then asked once a second, not for each
+            # request.
             self._read_at, before, error = now, self.draw.share, ""
             try:
                 self.draw.share = _share_of(self._path)
@@ -77,6 +81,7 @@ class Share:
                 error = str(unreadable)
             if self.draw.share != before:
                 get_default_logger().info("%s: the share is now %g", self._path, self.draw.share)
+            # Once for each mistake, as this is asked for every second.
             if error and error != self._error:
                 get_default_logger().error("%s; the share stays %g", error, self.draw.share)
             self._error = error

@@ -13,6 +13,8 @@ from persia.errors import CorruptionError
 from persia.storage.location import Location
 
 PAGES_ENDING = ".pages"
+# A reader of a few rows reads a page at least. Smaller pages make the digests larger: 32 bytes for 64 KiB are
+# a 2,000th of the file.
 _PAGE_BYTES = 64 << 10
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
@@ -58,6 +60,7 @@ class PagedFile:
         """Reads the digests beside `location`. CorruptionError: their SHA-256 is not `checksum`."""
         path = location.parent / f"{location.name}{PAGES_ENDING}"
         expected = -(-num_bytes // _PAGE_BYTES) * _DIGEST_BYTES
+        # Its size is checked before it is read: a replaced file must not fill the memory.
         digests = path.read(max_bytes=expected) if path.size() == expected else b""
         if hashlib.sha256(digests).hexdigest() != checksum:
             raise CorruptionError(f"{path} is damaged or replaced: its checksum is not the manifest's")
@@ -65,6 +68,7 @@ class PagedFile:
 
     def read_range(self, start: int, length: int) -> bytes:
         """As `Location.read_range`. CorruptionError: other bytes than those that were written."""
+        # Whole pages, as a digest says nothing of a part of one.
         first = start // _PAGE_BYTES * _PAGE_BYTES
         end = min(-(-(start + length) // _PAGE_BYTES) * _PAGE_BYTES, self._num_bytes)
         content = memoryview(self._location.read_range(first, end - first))

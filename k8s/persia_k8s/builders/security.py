@@ -54,6 +54,7 @@ def network_policies(job: Job) -> list[Manifest]:
         "from": [{"namespaceSelector": {"matchLabels": {_METRICS_LABEL: "allowed"}}}],
         "ports": [{"protocol": "TCP", "port": METRICS_PORT + rank} for rank in range(last)],
     }
+    # Without a namespace selector it means pods of the job's own namespace.
     own = {"from": [{"podSelector": {"matchLabels": labels(job, None)}}]}
     ingress = [own, *([metrics] if last else [])]
     policies = [_policy(job, None, f"{job.name}-job", ingress)]

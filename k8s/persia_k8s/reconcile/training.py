@@ -76,6 +76,8 @@ def has_failed(situation: Situation) -> bool:
         return False
     message = "; ".join(reasons[:4])
     spec = situation.job.spec
+    # A rank cannot be replaced alone: the others wait for it in a collective, so the whole training starts
+    # anew. A loader can.
     has_lost_ranks = bool(lost) or any(pod.role is Role.NN_WORKER for pod in failed)
     num_restarts = situation.before.restarts if has_lost_ranks else situation.before.loader_restarts
     if spec.restart_policy == "Never" or num_restarts >= spec.backoff_limit:

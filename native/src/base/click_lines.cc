@@ -42,6 +42,8 @@ uint64_t CategoryId(std::string_view text) {
 }
 
 // Cuts lines into fields, and writes those of good lines into columns of `stride` values.
+// Columns are sized before by the number of lines, so that a value is written once and in its
+// place. Bad lines leave the end of each column unused; Finish() closes the gaps.
 class Parser {
  public:
   Parser(size_t num_numbers, size_t num_categories, size_t stride)

@@ -15,6 +15,7 @@ namespace persia {
 // The ID of a category is its StringHash, but 0 for an empty field. ID 1 is left to values that are
 // rare, so the two hashes of 2^64 that are 0 and 1 become 2 and 3.
 struct ClickLines {
+  // Of bad lines: enough to see what is wrong with a file, without a list as long as the file.
   static constexpr size_t kMaxNamed = 100;
 
   struct Bad {
@@ -30,6 +31,9 @@ struct ClickLines {
 };
 
 // A line ends at \n, \r\n or the end of the text. A number is a decimal integer of 64 bits.
+// Never fails: logs of terabytes have broken lines, and the caller decides how many it accepts. It
+// cuts the text at line ends, so that blocks can be parsed in any order. Stateless, hence
+// thread-safe.
 ClickLines ParseClickLines(std::string_view text, size_t num_numbers, size_t num_categories);
 
 }  // namespace persia

@@ -10,6 +10,9 @@
 
 namespace persia {
 
+// Move-only; the pages go back to the system with the object. malloc() would mix long-lived blocks
+// with short-lived ones, and rarely return them. Not for small or short-lived memory: each costs
+// system calls, and pages that are zeroed.
 class MappedMemory {
  public:
   // Of x86-64 and most arm64 systems. Where huge pages are larger, memory is merely aligned less

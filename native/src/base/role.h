@@ -25,6 +25,8 @@ enum class Role : uint8_t {
   kAdmin = 7,
 };
 
+// By number. Python sets a process's identity by these names (bindings/security.cc), and derives
+// keys from them: another name would be another key, which peers of earlier versions do not accept.
 inline constexpr std::array<std::string_view, 8> kRoleNames = {
     "none", "trainer", "loader", "worker", "server", "inference", "monitor", "admin"};
 
@@ -35,6 +37,8 @@ constexpr std::string_view RoleName(Role role) {
 }
 
 // None for any other text, and for "none".
+// For names that a user or Python gives. "none" is refused because it is the absence of a proof: a
+// process that could choose it would ask for less than it was given.
 constexpr std::optional<Role> ParseRole(std::string_view name) {
   for (size_t number = 1; number < kRoleNames.size(); ++number) {
     if (kRoleNames[number] == name) return static_cast<Role>(number);
@@ -43,6 +47,8 @@ constexpr std::optional<Role> ParseRole(std::string_view name) {
 }
 
 // Empty by default: a method that names no callers may be called by no authenticated process.
+// A set in one word, so that tables of methods are constants and the check costs one test of a bit
+// for each request. Methods forgotten by their author are closed, not open.
 class RoleSet {
  public:
   constexpr RoleSet() = default;
@@ -51,6 +57,7 @@ class RoleSet {
   }
   constexpr bool Contains(Role role) const { return (bits_ & Bit(role)) != 0; }
   // "trainer or admin", for messages.
+  // Which roles would be accepted is no secret: a refused user needs it to find the right one.
   std::string ToString() const {
     std::string text;
     for (size_t number = 1; number < kRoleNames.size(); ++number) {
@@ -62,6 +69,8 @@ class RoleSet {
   }
 
  private:
+  // Masked, as the number may be a newer peer's: a shift by 32 or more is undefined. Such a role is
+  // in no key table, so it never gets this far with a proof.
   static constexpr uint32_t Bit(Role role) { return 1u << (static_cast<uint32_t>(role) & 31); }
   uint32_t bits_ = 0;
 };

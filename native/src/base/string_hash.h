@@ -17,6 +17,8 @@ uint64_t StringHash(std::string_view bytes);
 // Many strings, as Arrow has them: ids[i] is that of data[offsets[i] .. offsets[i + 1]), for the
 // offsets.size() - 1 strings. kInvalidArgument: an offset outside the data, or less than the one
 // before.
+// One call for a column: a call for each string from Python would cost more than the hash. Runs
+// without the GIL, and needs nothing but its arguments.
 Status HashStrings(std::span<const int64_t> offsets, std::span<const std::byte> data,
                    uint64_t* ids);
 

@@ -52,6 +52,8 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
 constexpr std::array kLinkNames = {"alone", "replicating", "broken", "fenced"};
 constexpr std::array kLogNames = {"following", "taken over", "renounced", "unfit"};
 
+// A value error, not a crash: which end a server has follows from its arguments, and Python asks
+// both kinds.
 server::StandbyLink& LinkOf(ParameterServer& self) {
   if (self.standby() != nullptr) return *self.standby();
   throw py::value_error("the server was made without standby_deadline_s");
@@ -62,6 +64,8 @@ server::OperationLog& LogOf(ParameterServer& self) {
   throw py::value_error("the server was made without is_standby");
 }
 
+// More names than the link has states: "stalled" and "copying" are what an operator must tell apart
+// in a link that replicates.
 std::string ReplicationOf(ParameterServer& self) {
   const server::StandbyLink& link = LinkOf(self);
   const auto state = link.state();

@@ -21,6 +21,7 @@ using net::Identity;
 using net::RoleKey;
 using net::Security;
 
+// Names, not numbers, cross to Python: the numbers belong to the wire.
 Role ToRole(const std::string& name) {
   const auto role = ParseRole(name);
   if (!role.has_value()) {
@@ -43,6 +44,8 @@ RoleKey ToKey(const std::string& role, const py::bytes& bytes) {
   return key;
 }
 
+// Before any server or channel is made: each takes the identity that it finds then
+// (net/security.h).
 void SetIdentity(const std::string& role, const py::bytes& key,
                  const std::map<std::string, py::bytes>& accepted) {
   Identity identity{.role = ToRole(role), .key = ToKey(role, key)};
@@ -57,6 +60,8 @@ void SetTls(const std::string& certificate, const std::string& key, const std::s
       ValueOrRaise(WithoutGil([&] { return net::TlsFiles::Load(certificate, key, ca); })));
 }
 
+// With the GIL: there are at most kMaxAuditEvents, and the ring's lock is held for a move of the
+// list.
 py::list TakeAuditEvents() {
   py::list list;
   for (const net::AuditEvent& event : net::TakeAuditEvents()) {

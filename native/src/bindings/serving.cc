@@ -47,6 +47,8 @@ py::bytes BytesOf(std::span<const std::byte> bytes) {
 
 // A request of Python. Its batch's thread answers it in Python; the queue tells it only that it has
 // failed.
+// Lives as long as any of its owners: the queue, a batch, and Python. The last of them may be a
+// thread without the GIL, which the destructor therefore takes.
 class PythonRequest : public Waiting {
  public:
   PythonRequest(Samples samples, Clock::time_point deadline, py::object on_failed)
@@ -71,6 +73,8 @@ class PythonRequest : public Waiting {
   py::object on_failed_;
 };
 
+// The GIL is free while bytes are decoded and the queue's lock is waited for: handlers of other
+// requests run meanwhile.
 std::shared_ptr<Waiting> Submit(RequestQueue& queue, const py::buffer& content,
                                 Clock::time_point deadline, py::object on_failed) {
   const BytesArgument bytes(content, "content");
@@ -100,6 +104,7 @@ py::bytes Message(const Batch& batch) {
 }
 
 // `outputs`: (the protocol's name of the dtype, C-contiguous array) each.
+// The arrays are borrowed: `outputs` keeps them alive until every reply has been encoded.
 void Answer(Batch& batch, const std::string& model_name, const std::string& version,
             const std::vector<std::string>& marks,
             const std::vector<std::pair<std::string, py::array>>& outputs) {
@@ -256,6 +261,8 @@ std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
 using IdsTuple = std::tuple<std::string, uint64_t>;
 using DenseTuple = std::tuple<std::string, uint8_t, std::vector<int64_t>>;
 
+// Without a signature nothing is known of names, so tensors by name are left to Python whatever
+// `by_name` says.
 void SetInputs(Front& front, const std::string& model_name,
                const std::optional<std::vector<IdsTuple>>& ids,
                const std::vector<DenseTuple>& dense, bool by_name, bool allow_nonfinite) {
@@ -301,6 +308,8 @@ py::object SaidBy(const CallEvent& event) {
   return py::none();
 }
 
+// Texts are made after the front's lock is free: building Python objects may run the garbage
+// collector.
 py::list TakeEvents(Front& front) {
   constexpr std::array<const char*, 4> kKinds = {"call", "message", "end", "closed"};
   py::list events;

@@ -25,6 +25,7 @@ constexpr size_t kChecksumOffset = 8;
 constexpr int kCompressionLevel = -1;
 
 // As in the file (docs/checkpoint_format.md). Members are aligned, so there is no padding to zero.
+// Little-endian, as every processor that this is built for: heads are copied, not encoded.
 struct Head {
   uint32_t magic = kMagic;
   uint16_t version = kFormatVersion;
@@ -97,6 +98,7 @@ std::string Describe(const Head& head) {
 }
 
 // Whether the fields make sense with one another; sizes are safe to use afterwards.
+// Before anything is computed from them. The products fit 64 bits, as each factor is bounded first.
 bool IsSound(const Head& head) {
   if (head.virtual_shard >= kNumVirtualShards || head.num_rows == 0) return false;
   if (head.has_scalar > 1 || head.embedding_type != 0 || head.reserved != 0) return false;

@@ -52,6 +52,7 @@ struct BlockRows {
 };
 
 // Keeps what compression needs from block to block, as making it is not cheap. Not thread-safe.
+// Private to the thread that writes: each BlockWriter has one.
 class BlockEncoder {
  public:
   // Appends the block's bytes, a multiple of 8 of them, to *out. The rows are of one virtual shard,
@@ -70,8 +71,10 @@ class BlockEncoder {
 class BlockDecoder {
  public:
   // `chunk` starts at a multiple of 8, and outlives the decoder.
+  // Nothing is copied of the chunk but the columns of the block that is decoded.
   explicit BlockDecoder(std::span<const std::byte> chunk) : rest_(chunk) {}
 
+  // Ask before each Next(): there is no block of no rows that would mark the end.
   bool AtEnd() const { return rest_.empty(); }
   // Decodes the next block in place of what *rows has, whose memory is used again. kCorruption
   // names what is wrong: bounds, checksum, version, lengths, signs of another virtual shard. After

@@ -59,6 +59,8 @@ struct FooterPlace {
   uint64_t length;
 };
 
+// Of fixed size: a reader that knows the length of a file needs two reads to find every block, also
+// in an object store.
 inline constexpr size_t kTrailerBytes = 48;
 
 std::vector<std::byte> EncodeHeader(const FileHeader& header);
@@ -75,6 +77,8 @@ StatusOr<std::span<const BlockEntry>> DecodeFooter(std::span<const std::byte> by
 
 // The checksum of a section that holds it: XXH3 (64 bits) of all but the eight bytes at
 // `checksum_offset`.
+// XXH3 finds what storage and networks damage. It is no protection from forgery: signatures are
+// (persia/storage/signing.py).
 uint64_t Checksum(std::span<const std::byte> section, size_t checksum_offset);
 
 // kCorruption: the version is another than this build reads; `what` begins the message.

@@ -20,6 +20,9 @@
 namespace persia::checkpoint {
 
 // Thread-safe. Rows come with the priority of the thread that made it.
+// Owned by the class that writes the rows (Snapshot, RowCopy, RowTransfer); its threads end with
+// it. They inherit the priority of the thread that made it, which is therefore not lowered before:
+// a thread that holds a shard while it waits for a processor would stall training.
 class RowFeed {
  public:
   // Starts. A part has every `num_parts`-th shard, and at most kMaxBatchesAhead batches of
@@ -30,12 +33,16 @@ class RowFeed {
 
   // The next rows of a part, in place of what *batch has; false when there are none left. Waits
   // for them; after Stop() or a failure it returns that at once.
+  // One thread at a time for each part; different parts side by side. Also gives the memory of the
+  // batch before back, so call it as soon as those rows are encoded.
   StatusOr<bool> Next(uint32_t part, store::StoreSnapshot::Batch* batch);
 
   // Returns when no thread of it uses the snapshot any more.
+  // Idempotent, from any thread. Next() that waits meanwhile fails with kFailedPrecondition.
   void Stop();
 
  private:
+  // Enough that a writer that is woken finds rows; more would only be memory.
   static constexpr size_t kMaxBatchesAhead = 4;
 
   struct Part {

@@ -141,6 +141,7 @@ class Snapshot {
   // A part has written its rows, and its file is about to be completed.
   Status CheckEnd(uint64_t num_rows);
 
+  // Destroyed in reverse order: parts use the feed and the throttle, which use the rows.
   std::unique_ptr<store::StoreSnapshot> rows_;
   std::optional<DumpThrottle> throttle_;
   std::optional<RowFeed> feed_;  // after rows_: ends before these do

@@ -8,11 +8,13 @@
 namespace persia::client {
 namespace {
 
+// All three: a worker that was replaced counts its references from 1 again.
 bool IsSame(const worker::BatchReference& a, const worker::BatchReference& b) {
   return a.reference == b.reference && a.worker_incarnation == b.worker_incarnation &&
          a.worker_index == b.worker_index;
 }
 
+// Null: the gradient is sent as it is. That is always right; sums only save bytes.
 const worker::DistinctSlot* FindSlot(std::span<const DistinctBatches::Slot> slots,
                                      const worker::SlotGradient& gradient) {
   if (gradient.skipped || gradient.summed) return nullptr;
@@ -27,6 +29,8 @@ const worker::DistinctSlot* FindSlot(std::span<const DistinctBatches::Slot> slot
 
 }  // namespace
 
+// A slot that is looked up again replaces its earlier lookup, whose rows may be others. Beyond the
+// bounds the oldest batches are forgotten: their gradients are then sent per sample.
 void DistinctBatches::Keep(const worker::BatchReference& reference,
                            std::vector<worker::DistinctSlot> slots) {
   if (slots.empty()) return;
@@ -81,6 +85,8 @@ void DistinctBatches::ForgetLocked(std::list<Entry>::iterator entry) {
   entries_.erase(entry);
 }
 
+// One buffer for the sums of all slots, which outlives the call through `sent`: the gradients that
+// are sent point into it.
 SentGradients SumDistinct(std::span<const worker::SlotGradient> gradients,
                           std::span<const DistinctBatches::Slot> slots, float scale) {
   SentGradients sent{{gradients.begin(), gradients.end()}, {}};
@@ -97,6 +103,8 @@ SentGradients SumDistinct(std::span<const worker::SlotGradient> gradients,
     const size_t count = size_t{slot->num_rows} * slot->dim;
     if (count > static_cast<size_t>(end - sums)) break;  // a slot twice, which the worker refuses
     float max_magnitude = 0.0f;
+    // False where a sum is not finite: the worker then gets the gradients themselves, and names the
+    // slot.
     if (!worker::SumByRow(*slot, gradient.rows, 1.0f / scale, sums, &max_magnitude)) continue;
     gradient.num_rows = slot->num_rows;
     gradient.rows = sums;

@@ -98,11 +98,14 @@ class EmbeddedClient final : public EmbeddingClient {
     if (!embeddings.ok()) return embeddings.status();
     return worker::DecodeEmbeddings(0, std::move(embeddings).value(), as_rows);
   }
-  // Nothing is gained by rows that are pooled in the next call.
+  // Nothing is gained by rows that are pooled in the next call. A rank that pools on a device asks
+  // for them (`as_rows`): they are fewer bytes to copy there.
   static worker::EmbeddingsForm Form(bool as_rows) {
     return as_rows ? worker::EmbeddingsForm::kRows : worker::EmbeddingsForm::kPooled;
   }
 
+  // The worker does not know that its RowService is in this process, so the client keeps its own
+  // way to the store, for snapshots and loads.
   const std::unique_ptr<worker::EmbeddingWorker> worker_;  // owns the store's owner
   store::EmbeddingStore& store_;
 };

@@ -30,6 +30,8 @@ void RemoteClient::EndExact() {
   if (num_exact_ > 0) --num_exact_;
 }
 
+// A copy of the pointer, so that calls in progress keep the rows while another thread ends the
+// context.
 std::shared_ptr<ExactRows> RemoteClient::Exact() const {
   const std::lock_guard lock(exact_mutex_);
   return num_exact_ > 0 ? exact_ : nullptr;
@@ -87,6 +89,8 @@ void RemoteClient::FailExact(const BatchReference& reference, const std::string&
   }
 }
 
+// Counted before the rows are asked: an exact context that begins in between sees the count, and is
+// refused (BeginExact), so neither order of the two misses the other.
 Status RemoteClient::BeginOtherRows(const std::string& what) {
   {
     const std::lock_guard lock(exact_mutex_);

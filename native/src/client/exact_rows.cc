@@ -95,6 +95,8 @@ bool ExactRows::HasConfig(const TrainConfig& config) const {
   return policies_ != nullptr && config_ == config;
 }
 
+// The rows that the rank holds are pinned in the same step that decides not to ask for them:
+// between the two, an acknowledged update could let go of them.
 StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_features,
                                                worker::LookupWholeRequest* request,
                                                worker::Deadline deadline) {
@@ -104,6 +106,8 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
                           worker::FeatureBatch::Decode(std::move(bytes), slots_));
   thread_local worker::LookupPlanner planner;  // keeps its tables from batch to batch
   auto batch = std::make_shared<Batch>();
+  // For one server, so that a sign's number is its place among the signs. The worker has the same
+  // numbers for any number of servers.
   batch->plan = planner.Make(features, slots_, /*num_servers=*/1);
   const uint32_t num_signs = batch->plan.num_signs();
   batch->cells.assign(num_signs, store::RowSlabs::kNoCell);
@@ -175,6 +179,9 @@ Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
   return Status::Ok();
 }
 
+// Walks the wanted signs in the order in which the worker asked its servers for them, so that each
+// server's rows are taken from the front. Rows have different lengths where feature groups have
+// different optimizers: too few or too many floats show another config.
 Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
   const auto num_servers = static_cast<uint32_t>(answer.rows.size());
   std::vector<std::span<const float>> left = answer.rows;
@@ -232,6 +239,8 @@ void ExactRows::Abandon(const BatchPtr& batch) {
   EndLookup(*batch);
 }
 
+// The move may overtake the answer of the lookup, which another thread still waits for: such a move
+// is remembered, and Arrive() finds it by the new name.
 void ExactRows::Rename(const BatchReference& from, const BatchReference& to) {
   const std::lock_guard lock(mutex_);
   const auto found = batches_.find(KeyOf(from));
@@ -278,6 +287,8 @@ StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) 
   return worker::DecodeEmbeddings(reference.worker_index, std::move(layout.message));
 }
 
+// Gradients are reduced without the lock, which lookups need meanwhile. One thread applies (see the
+// header), so no other update can come between.
 Status ExactRows::Apply(const BatchReference& reference, float scale,
                         std::span<const SlotGradient> gradients) {
   BatchPtr batch;
@@ -315,6 +326,9 @@ void ExactRows::Replay(Batch& batch) {
   }
 }
 
+// Called by the threads that return gradients, in any order; this puts them in order. At most
+// kMaxOrderedReturns are on their way, since each may block a handler of the worker until the one
+// before it is applied.
 StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& reference,
                                                        std::span<const SlotGradient> gradients,
                                                        worker::Deadline deadline) {
@@ -395,6 +409,8 @@ Status ExactRows::End(const BatchReference& reference) {
   return lost;
 }
 
+// The rows stay a while: a lookup that began before this acknowledgement may bring values that lack
+// the update. They are let go once every such lookup has ended (Drain).
 void ExactRows::EndLocked(const BatchPtr& batch) {
   unacknowledged_.erase(batch->update);
   for (const BatchReference& name : batch->references) {

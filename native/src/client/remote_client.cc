@@ -20,6 +20,7 @@ std::shared_ptr<net::Channel> MakeChannel(uint32_t index) {
 WorkerChannels::WorkerChannels(uint32_t num_workers) { GrowTo(num_workers, true); }
 
 // Channels are made without an address: calls to them wait, and end by their deadlines.
+// Discovery gives the indexes, so a worker may be known before those with smaller ones.
 void WorkerChannels::GrowTo(uint32_t num_workers, bool active) {
   while (workers_.size() < num_workers) {
     workers_.push_back({MakeChannel(static_cast<uint32_t>(workers_.size())), active});
@@ -56,6 +57,7 @@ void WorkerChannels::Drop(uint32_t index) {
   channel->Close();  // calls that wait in it keep it alive
 }
 
+// A shared pointer, so that a worker may be dropped while another thread calls it.
 StatusOr<std::shared_ptr<net::Channel>> WorkerChannels::At(uint32_t index) const {
   const std::shared_lock lock(mutex_);
   if (index < workers_.size()) return workers_[index].channel;

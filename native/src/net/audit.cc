@@ -9,6 +9,8 @@
 namespace persia::net {
 namespace {
 
+// One for the process, as a server and a channel may record in the same one. The two limits are
+// apart: a flood of refusals must not silence what an operator has to mend.
 struct AuditRing {
   std::mutex mutex;
   std::deque<AuditEvent> events;
@@ -21,12 +23,15 @@ AuditRing& Ring() {
   return *ring;
 }
 
+// The wall clock, not the monotonic one: events are compared with logs of other machines.
 double UnixTime() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
 }  // namespace
 
+// A window of one second instead of a token bucket: up to twice the rate around its border, and two
+// numbers of state.
 bool RateLimit::Permit() {
   const long now = static_cast<long>(UnixTime());
   if (second_ != now) num_permitted_ = 0;
@@ -38,6 +43,7 @@ void RecordAuditEvent(AuditEvent event) {
   event.time_s = UnixTime();
   AuditRing& ring = Ring();
   const std::lock_guard lock(ring.mutex);
+  // The oldest ones go: what has just happened is more likely to be still under way.
   if (ring.events.size() == kMaxAuditEvents) ring.events.pop_front();
   ring.events.push_back(std::move(event));
 }
@@ -51,6 +57,8 @@ std::vector<AuditEvent> TakeAuditEvents() {
   return taken;
 }
 
+// The lock is released before stderr is written to, which may block on a slow terminal or pipe, and
+// taken again for the event: a refusal permitted here is always recorded.
 void ReportRefusal(const std::string& peer, Role role, std::string_view method,
                    const std::string& reason) {
   {

@@ -1,6 +1,8 @@
 // The audit events of this process: who changed settings or rows over RPC, and who was refused.
 //
 // A ring of kMaxAuditEvents: where nobody takes the events, the oldest are dropped. Thread-safe.
+// Native code only records; Python (persia/security/audit.py) takes the events, and writes them to
+// the audit log. Recording never blocks on a file: it happens on the threads that serve requests.
 #pragma once
 
 #include <cstddef>
@@ -25,6 +27,7 @@ struct AuditEvent {
 // Stamps the event with the time and keeps it.
 void RecordAuditEvent(AuditEvent event);
 // Removes and returns all, the oldest first.
+// For one consumer in the process: an event is given out once.
 std::vector<AuditEvent> TakeAuditEvents();
 
 // Permits `per_second` of what strangers can cause at will: log lines and audit events.

@@ -19,6 +19,9 @@ Status CannotListen(const std::string& host, uint16_t port, const ErrorCode& err
                  " another --port or --host");
 }
 
+// Blocks on the resolver of the system: servers begin once, and have nothing to serve yet.
+// Duplicates are left out, as a hosts file may list an address twice, and the second bind would
+// fail.
 StatusOr<std::vector<Tcp::endpoint>> Resolve(const std::string& host, uint16_t port) {
   asio::io_context io;
   ErrorCode error;
@@ -35,6 +38,8 @@ StatusOr<std::vector<Tcp::endpoint>> Resolve(const std::string& host, uint16_t p
   return endpoints;
 }
 
+// asio opens the socket, for its portable options, and gives it up: from here on the descriptor
+// belongs to a Poller.
 ErrorCode ListenOn(const Tcp::endpoint& endpoint, Listener* listener) {
   asio::io_context io;
   Tcp::acceptor acceptor(io);
@@ -68,6 +73,8 @@ StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t po
   std::vector<Listener> listeners;
   ErrorCode failure;
   for (Tcp::endpoint endpoint : endpoints) {
+    // With port 0 the first address chooses; the others must have the same one, as clients know one
+    // port.
     if (!listeners.empty()) endpoint.port(listeners.front().port);
     Listener listener;
     const auto error = ListenOn(endpoint, &listener);
@@ -85,6 +92,8 @@ StatusOr<std::vector<Listener>> ListenOnAll(const std::string& host, uint16_t po
   return listeners;
 }
 
+// Half of a small limit, all but 512 of a large one, and never fewer than 8: a server that can
+// accept none would look dead.
 uint32_t ConnectionsPermitted() {
   constexpr rlim_t kReserve = 512;
   constexpr rlim_t kMost = 16384;

@@ -61,6 +61,8 @@ class Poller {
   // kIOError when the system is out of descriptors.
   Status Open();
   // `events` may be 0. False when the system refuses. A closed descriptor leaves by itself.
+  // With `events` of 0 a descriptor can be known before its owner is ready for events, which Arm()
+  // then begins.
   bool Add(int fd, uint64_t tag, uint32_t events);
   void Arm(int fd, uint64_t tag, uint32_t events);
   // Blocks until there is an event.
@@ -69,8 +71,11 @@ class Poller {
   std::optional<Event> Poll();
   // One event of kTimerTag comes at `time` or, when an earlier one was asked for and has not come
   // yet, at that one's time: who is woken looks what is due and asks again.
+  // One timer for all deadlines of a server: a timer for each connection would cost
+  // descriptors. Never later than asked for, hence the earlier time wins.
   void WakeAt(Clock::time_point time);
   // Every Wait, now and later, returns kStopTag.
+  // For good: a poller that was stopped is not used again.
   void Stop();
 
  private:

@@ -16,15 +16,21 @@
 namespace persia::net {
 
 // Derived from the job's secret for one role: HMAC-SHA256, persia/security/.
+// A process has the key of its own role and of those that it accepts, not the secret: with
+// the key of a data loader nothing can pass for an admin.
 using RoleKey = std::array<std::byte, 32>;
 
 // A role, its key, and the keys of the roles that servers of this process accept.
+// `accepted` decides who may connect at all; the RoleSet of a method then decides what that role
+// may call.
 struct Identity {
   Role role = Role::kNone;
   RoleKey key = {};
   std::map<Role, RoleKey> accepted = {};
 };
 
+// Shared pointers, because servers and channels outlive a change: each keeps the identity that it
+// was made with, and certificates that are renewed reach new connections through the same TlsFiles.
 struct Security {
   std::shared_ptr<const Identity> identity = nullptr;
   std::shared_ptr<TlsFiles> tls = nullptr;

@@ -48,6 +48,7 @@ std::string TakeError() {
   return reason != nullptr ? reason : "error " + std::to_string(code);
 }
 
+// OpenSSL's reason is the one of the call before: call nothing of it in between.
 Status CannotUse(const char* what, const std::string& path) {
   return InvalidArgument("tls: ", what, " '", path, "' cannot be used: ", TakeError(),
                          "; give a PEM file that this process may read");
@@ -81,6 +82,7 @@ long BioControl(BIO* bio, int command, long, void*) {
   return command == BIO_CTRL_FLUSH ? 1 : 0;
 }
 
+// Made once and never freed: streams of any thread use it until the process ends.
 BIO_METHOD* SocketMethod() {
   static BIO_METHOD* const method = [] {
     BIO_METHOD* made = BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "persia socket");
@@ -110,6 +112,8 @@ StatusOr<std::shared_ptr<TlsFiles>> TlsFiles::Load(std::string certificate, std:
   return files;
 }
 
+// A new context for each set of files. OpenSSL counts references from its connections, so an old
+// one lives as long as they do.
 StatusOr<std::shared_ptr<SSL_CTX>> TlsFiles::Read() const {
   std::shared_ptr<SSL_CTX> context(SSL_CTX_new(TLS_method()), SSL_CTX_free);
   if (context == nullptr) return Internal("tls: ", TakeError());
@@ -153,6 +157,8 @@ TlsFiles::Stamp TlsFiles::Changed() const {
   return stamp;
 }
 
+// Three stat() calls for a connection, which costs far more itself. No thread that watches is
+// needed.
 std::shared_ptr<SSL_CTX> TlsFiles::Context() {
   const std::lock_guard lock(mutex_);
   const Stamp stamp = Changed();
@@ -180,6 +186,8 @@ TlsStream::TlsStream(std::shared_ptr<SSL_CTX> context, int fd, Side side)
     : fd_(fd), ssl_(SSL_new(context.get()), &SSL_free) {
   BIO* socket = BIO_new(SocketMethod());
   BIO_set_data(socket, reinterpret_cast<void*>(static_cast<intptr_t>(fd)));
+  // The chain is TLS - buffer - socket: records are gathered below TLS, so that several leave by
+  // one system call (ADR 38).
   BIO* buffer = BIO_push(BIO_new(BIO_f_buffer()), socket);
   BIO_set_read_buffer_size(buffer, kBufferBytes);
   BIO_set_write_buffer_size(buffer, kBufferBytes);
@@ -224,6 +232,8 @@ ssize_t TlsStream::Handshake() {
 }
 
 // With mutex_ held. A client without TLS is told so in a frame that it can read.
+// Peeks at the first bytes, which TLS then reads: once is enough, as a stream does not change its
+// kind.
 bool TlsStream::BeginsPlain() {
   if (checked_begin_) return false;
   uint32_t begin = 0;
@@ -277,6 +287,7 @@ std::string TlsStream::Error() {
   return error_;
 }
 
+// Derived from the secrets of this handshake: both ends compute it, and nothing of it is sent.
 ChannelBinding TlsStream::Binding() {
   constexpr std::string_view kLabel = "EXPORTER-Channel-Binding";  // RFC 9266
   const std::lock_guard lock(mutex_);

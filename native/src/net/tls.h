@@ -34,6 +34,9 @@ class TlsFiles {
                                                   std::string ca, Use use = Use::kRpc);
   // For a new connection: the files are read again when one of them has changed. Where the new ones
   // cannot be used, for instance half of them are written, the old ones stay.
+  // Certificates are renewed by replacing files (cert-manager, Kubernetes secrets): nothing tells
+  // the process, and a restart would lose its rows. Connections keep the context that they began
+  // with, so a renewal interrupts none.
   std::shared_ptr<SSL_CTX> Context();
 
  private:
@@ -78,11 +81,15 @@ class TlsStream {
   // where the last Read found them to be less than a record.
   bool HasPending();
   // Both ends have shown what they have to, and bytes have come.
+  // In TLS 1.3 the client finishes before the server has judged its certificate. Only the first
+  // bytes from the server say that it was accepted; until then an error is reported as a refusal.
   bool HasRead();
   // The other end has begun with a frame instead of TLS.
   bool PeerIsPlain();
   // What OpenSSL says has gone wrong; empty where it was the socket.
   std::string Error();
+  // The handshake of roles signs it (handshake.h): a proof that was made for one connection is
+  // worthless on any other, so an attacker in the middle cannot pass it on.
   ChannelBinding Binding();
 
  private:

@@ -34,11 +34,14 @@ void CellAllocator::Free(uint64_t address) {
   used_bytes_ -= bytes;
 }
 
+// Used when the pool grows: the extent gets its size of cells when one is asked for (Assign).
 void CellAllocator::AddExtent() {
   unassigned_.push_back(end_of_extents());
   cell_bytes_.push_back(0);
 }
 
+// Used by recovery, which has read which cells of the extent have a row. Which cells are free is in
+// memory alone: it follows from the rows, and need not survive a crash.
 void CellAllocator::AddExtent(uint32_t cell_bytes, const std::vector<uint64_t>& free) {
   const uint64_t extent = end_of_extents();
   cell_bytes_.push_back(cell_bytes);

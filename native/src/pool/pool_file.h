@@ -19,6 +19,11 @@ Status SystemError(const std::string& what, const std::string& path);
 // new name may be lost in a power failure until its directory was synced, too.
 Status SyncPath(const std::string& path, int flags);
 
+// Owned by a RowPool, and locked (flock) as long as it is open for writing: two processes that
+// write one pool would each overwrite what the other has placed. The lock ends with the process,
+// also with one that was killed, so no stale lock must be removed.
+//
+// Thread safety is that of Backing. Grow() and Publish() belong to the pool's owner alone.
 class PoolFile final : public Backing {
  public:
   enum class Access : uint8_t {
@@ -35,11 +40,14 @@ class PoolFile final : public Backing {
   ~PoolFile() override;
 
   // What was written is durable, and the directory's pool from now on.
+  // Until then the bytes are in a file of another name, which the next Create() empties: a
+  // half-made pool is never opened.
   Status Publish();
 
   uint64_t size() const override { return size_; }
   Status Read(uint64_t offset, std::span<std::byte> out) const override;
   Status Write(uint64_t offset, std::span<const std::byte> bytes) override;
+  // write() hands bytes to the page cache, which outlives the process: nothing is left to drain.
   void Drain() override {}
   Status Sync() override;
   Status ReadMany(std::span<const ReadPiece> pieces) const override;

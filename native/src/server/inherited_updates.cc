@@ -13,12 +13,18 @@ constexpr uint64_t kKeptReferences = UpdateDeduplicator::Limits{}.keys_per_worke
 
 }  // namespace
 
+// A part says that server `index` of `num_servers` has applied the update: with its signs' hashes
+// that tells which rows have it. After several resizes an update may have parts of different
+// numbers of servers.
 void InheritedUpdates::Add(std::span<const AppliedPart> parts) {
   for (const AppliedPart& part : parts) {
     places_[Id(part.key)].insert({part.index, std::max(part.num_servers, 1u)});
   }
 }
 
+// A worker that routes a repeated update anew sends it to servers that have rows of several
+// predecessors. Of these some had applied it and some had not, so the signs are told apart one by
+// one.
 RemainingUpdate InheritedUpdates::Remaining(const UpdateRowsRequest& request) const {
   const std::set<Place>& places = places_.at(Id(request.key));
   const auto was_applied = [&](uint64_t sign) {
@@ -43,6 +49,8 @@ RemainingUpdate InheritedUpdates::Remaining(const UpdateRowsRequest& request) co
   return remaining;
 }
 
+// What the servers after this one must know: its own updates, and those it inherited itself. The
+// latter are dropped once the worker has sent so many newer ones that no repetition can come.
 std::vector<AppliedPart> InheritedUpdates::ForNext(std::span<const AppliedUpdate> updates,
                                                    uint32_t index, uint32_t num_servers) const {
   std::vector<AppliedPart> parts;

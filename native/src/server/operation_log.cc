@@ -60,6 +60,8 @@ Status OperationLog::Take(const ReplicateRequest& message, net::Clock::time_poin
     if (message.kind == ReplicateKind::kHeartbeat) return Status::Ok();
     if (message.kind == ReplicateKind::kOperation) return Add(&lock, message, deadline);
   }
+  // Lock order: copy_mutex_ before mutex_, which is free while a piece is loaded: heartbeats must
+  // be answered meanwhile.
   const std::lock_guard one_piece(copy_mutex_);
   if (has_copy()) return Status::Ok();  // repeated
   const Status status = take_copy_(message.kind, message.body);
@@ -96,6 +98,7 @@ Status OperationLog::Add(std::unique_lock<std::mutex>* lock, const ReplicateRequ
   return Status::Ok();
 }
 
+// Only from kFollowing: a server that has taken over has the only rows there are, and stays.
 void OperationLog::BecomeUnfit(const Status& failure) {
   if (state_ != State::kFollowing) return;
   failure_ = failure;
@@ -134,6 +137,8 @@ Status OperationLog::BeginTakeOver(bool has_ended) {
   return Status::Ok();
 }
 
+// Called before the primary continues without this standby: updates that it acknowledges from then
+// on are missing here, and must never be replaced by these rows.
 bool OperationLog::Renounce() {
   const std::lock_guard lock(mutex_);
   if (state_ == State::kFollowing) state_ = State::kRenounced;
@@ -146,11 +151,16 @@ bool OperationLog::Renounce() {
   return state_ != State::kTakenOver;
 }
 
+// TakeOver() of several callers, and the destructor, may want the end of the thread at once: join()
+// by two threads is undefined.
 void OperationLog::Join() {
   const std::lock_guard only_one(join_mutex_);
   if (thread_.joinable()) thread_.join();
 }
 
+// Without the lock while an operation runs: messages of the primary are taken meanwhile, and
+// heartbeats keep its lease. The thread ends with an empty log, so a take-over loses no operation
+// that was acknowledged.
 void OperationLog::ApplyAll() {
   std::unique_lock lock(mutex_);
   for (;;) {

@@ -23,6 +23,8 @@ StatusOr<std::unique_ptr<RowCopy>> RowCopy::Begin(store::EmbeddingStore& store,
   return std::unique_ptr<RowCopy>(new RowCopy(std::move(rows), updates.Applied()));
 }
 
+// The end comes last, and alone makes the copy count: a standby that has lost its primary halfway
+// never takes over with a part of the rows.
 Status RowCopy::SendTo(const Send& send) {
   std::vector<std::byte> config;
   if (rows_->config().has_value()) config = rows_->config()->Encode();
@@ -62,6 +64,7 @@ Status RowCopy::SendRows(const Send& send) {
     PERSIA_RETURN_IF_ERROR(send_piece(kPieceBytes));
   }
   PERSIA_RETURN_IF_ERROR(send_piece(0));
+  // A copy that lacks rows would be found out only when the standby is needed.
   if (writer.num_rows() == rows_->num_rows()) return Status::Ok();
   return Internal("the copy has ", writer.num_rows(), " of ", rows_->num_rows(), " rows");
 }

@@ -4,6 +4,8 @@
 
 namespace persia::server {
 
+// `number` holds the source below and the number of the piece above. Pointers into the map stay
+// valid: sources are never removed.
 StatusOr<RowGathering::Source*> RowGathering::Find(const ReplicateRequest& message) {
   if (message.standby != incarnation_) {
     return FailedPrecondition("the rows are for another server, which this one has replaced");
@@ -43,6 +45,8 @@ Status RowGathering::TakePiece(const ReplicateRequest& message, uint32_t source)
   return InvalidArgument("a new server takes rows, not operations");
 }
 
+// Each source sends its config. The first one empties the store and opens the loader that all of
+// them add to; kChanges, so that rows of one source do not replace another's.
 Status RowGathering::TakeConfig(std::span<const std::byte> body) {
   PERSIA_ASSIGN_OR_RETURN(config_, TrainConfig::Decode(body));
   if (loader_ != nullptr) return Status::Ok();

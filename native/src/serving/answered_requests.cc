@@ -5,6 +5,8 @@
 
 namespace persia::serving {
 
+// Called by the thread that has just answered the request. It copies nothing: the samples are
+// encoded by the thread that logs.
 void AnsweredRequests::Offer(std::shared_ptr<const Samples> samples) {
   const uint64_t num_bytes = samples->memory.size();
   Push({std::move(samples), {}, num_bytes});
@@ -20,6 +22,8 @@ bool AnsweredRequests::HasRoom() {
   return HasRoomLocked();
 }
 
+// The bytes are compared before the request is added, so that one request larger than the bound is
+// logged, too.
 bool AnsweredRequests::HasRoomLocked() {
   if (!closed_ && waiting_.size() < kMaxWaiting && waiting_bytes_ < max_bytes_) return true;
   ++num_dropped_;
@@ -46,12 +50,15 @@ std::optional<StatusOr<std::vector<std::byte>>> AnsweredRequests::Next() {
     waiting_.pop_front();
     waiting_bytes_ -= next.num_bytes;
   }
+  // Encoded without the lock: requests of megabytes must not make Offer() wait.
   if (next.samples == nullptr) return std::move(next.batch);
   const Samples& samples = *next.samples;
   if (samples.is_batch) {
     const auto batch = samples.memory.span();
     return std::vector<std::byte>(batch.begin(), batch.end());
   }
+  // Tensors by name have no bytes of a batch: one is made, as the log's readers know that form
+  // alone.
   const std::array<const Samples*, 1> one = {&samples};
   return Merge(one);
 }

@@ -30,6 +30,9 @@ GrpcCode CodeOf(const Status& status) {
 }  // namespace
 
 // The way from the threads that compute to the server, which may end before they do.
+// Its mutex is held while the server is called: Close() then returns only when no thread uses the
+// server any more, which the destructor of Front relies on. The server's own mutex is taken below
+// it.
 class Front::Outlet {
  public:
   explicit Outlet(GrpcServer* server) : server_(server) {}
@@ -133,6 +136,8 @@ std::shared_ptr<const ModelInputs> Front::inputs() {
 
 // ---- events
 
+// The eventfd is written for the first event alone: Python takes all of them at each wake-up, and a
+// system call for each would cost more than the event.
 void Front::Push(CallEvent event) {
   const std::lock_guard lock(mutex_);
   const uint64_t one = 1;
@@ -168,6 +173,8 @@ std::vector<CallEvent> Front::TakeEvents() {
 
 // ---- calls, on the server's thread
 
+// Digests are compared, in constant time: neither the length of the token nor its first wrong
+// character can be measured.
 bool Front::HasToken(const CallHead& head) const {
   if (!options_.token_digest.has_value()) return true;
   if (!head.authorization.has_value() || !head.authorization->starts_with(kBearer)) return false;
@@ -204,6 +211,8 @@ CallVerdict Front::OnCall(CallId call, const CallHead& head) {
   return {.due = deadline};
 }
 
+// Kept until OnEnd(): a unary call is complete only then, and one with a second message is an
+// error.
 void Front::OnMessage(CallId call, GrpcMessage message) {
   const auto found = infers_.find(call);
   if (found == infers_.end()) {

@@ -24,6 +24,8 @@
 
 namespace persia::serving {
 
+// Fixed when the port is opened. Only the draws change afterwards: Python sets their shares while
+// requests are drawn, and both sides draw by the ID of the request, so that they agree.
 struct FrontOptions {
   GrpcOptions grpc;
   std::chrono::nanoseconds timeout = std::chrono::seconds(10);  // of requests without a deadline
@@ -36,6 +38,9 @@ struct FrontOptions {
 };
 
 // What happened to a call that Python answers.
+// Events of one call keep their order: kCall, its messages, kEnd when the client sends no more,
+// kClosed as the last one. Python may have finished the call before any of them: what it sends for
+// a closed call is dropped.
 struct CallEvent {
   enum class Kind : uint8_t { kCall, kMessage, kEnd, kClosed };
   Kind kind;
@@ -45,12 +50,21 @@ struct CallEvent {
 };
 
 // Thread-safe. Requests that are still computed when it is destroyed are answered into the void.
+// The native half of `persia-launcher serve`. Python owns it, and it shares the queue with the
+// threads that compute batches. Three kinds of threads call it: the server's thread (the
+// CallHandler functions, which must not block it), the threads that compute (InferCall), and the
+// thread of Python's event loop (TakeEvents, Send, Finish).
+//
+// Each ModelInfer call is counted once, whatever ends it: an answer, a refusal, its deadline, or a
+// client that left. Calls of Python are counted there.
 class Front : private CallHandler {
  public:
   Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
         std::shared_ptr<RequestCounts> counts);
   ~Front() override;
 
+  // The port, a free one for 0. Requests may arrive before it returns: set the inputs first if they
+  // are known.
   StatusOr<uint16_t> Start(const std::string& host, uint16_t port);
   void Stop(std::chrono::milliseconds timeout) { server_.Stop(timeout); }
   // What plain requests have from now on; null: all go to Python.
@@ -58,6 +72,8 @@ class Front : private CallHandler {
 
   // Readable while there are events.
   int events_fd() const { return events_ready_.get(); }
+  // Takes all of them, so that one wake-up of Python serves many calls. Calls are in the order of
+  // their numbers. Never blocks; empty where another call took them.
   std::vector<CallEvent> TakeEvents();
   void Send(CallId call, std::string message) { server_.Send(call, std::move(message)); }
   void Finish(CallId call, GrpcCode code, std::string text) {
@@ -65,6 +81,7 @@ class Front : private CallHandler {
   }
 
  private:
+  // Both may outlive the Front: threads that compute hold the first, and it holds the second.
   class InferCall;
   class Outlet;
 
@@ -78,6 +95,8 @@ class Front : private CallHandler {
     bool is_refused = false;               // and counted
   };
 
+  // Decides by the header fields alone, before the client sends its message: an overloaded server
+  // must not pay for messages that it refuses (ADR 55).
   CallVerdict OnCall(CallId call, const CallHead& head) override;
   void OnMessage(CallId call, GrpcMessage message) override;
   void OnEnd(CallId call) override;
@@ -85,10 +104,16 @@ class Front : private CallHandler {
   void OnRefused(CallId call, GrpcCode code) override;
   void OnClosed(CallId call) override;
 
+  // Canary and shadow copies are computed by Python's classes, so a request that is drawn for one
+  // of them goes there whole.
   bool IsForPython(const InferRequest& request, const std::string& draw_id) const;
   bool MayBeDrawn() const;
   bool HasToken(const CallHead& head) const;
+  // From a call that was read here to one that Python answers: Python sees
+  // the events that it would have seen from the beginning.
   void HandOver(CallId call, Infer* infer);
+  // For what is wrong with a request beyond doubt. Anything less clear goes to Python, which
+  // explains it.
   void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
   void Push(CallEvent event);
   void PushClosed(CallId call);

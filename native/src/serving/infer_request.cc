@@ -49,6 +49,9 @@ bool IsAscii(std::string_view text) {
   return std::none_of(text.begin(), text.end(), [](char c) { return (c & 0x80) != 0; });
 }
 
+// False for everything that protobuf permits and clients do not send (groups, merged messages,
+// absurd shapes): Python's reader then decides. The field numbers are
+// ModelInferRequest.InferInputTensor's.
 bool ReadInput(Bytes message, Input* input) {
   ProtoReader reader(message);
   for (Field field; reader.Next(&field);) {
@@ -86,6 +89,8 @@ bool ReadOutput(Bytes message, std::string_view* name) {
   return reader.ok();
 }
 
+// Views into `content`. Unknown fields are skipped, as protobuf requires of readers; known ones of
+// another wire type are left to Python.
 bool ReadMessage(Bytes content, Message* message) {
   ProtoReader reader(content);
   for (Field field; reader.Next(&field);) {
@@ -330,6 +335,8 @@ bool ReadOutputs(const std::vector<std::string_view>& names, std::vector<uint32_
   return true;
 }
 
+// Either the bytes of a whole batch, or tensors by name. Typed contents of named tensors are left
+// to Python: clients that care for speed send raw ones.
 std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) {
   auto& found = message->inputs;
   const bool is_raw = !message->raw.empty();
@@ -348,6 +355,8 @@ std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) 
   return ReadNamed(found, inputs);
 }
 
+// A version other than "stable" names a model that only Python knows. IDs that are not ASCII go
+// there, too, since it checks UTF-8.
 std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) {
   const bool is_stable = message->model_version == "stable";
   const bool is_known = is_stable || message->model_version.empty();

@@ -18,6 +18,8 @@ void PutMark(const std::string& name, ProtoWriter* writer) {
   writer->Bytes(4, entry);
 }
 
+// InferOutputTensor: 1 name, 2 datatype, 3 shape. Values are not in it but in field 6 of the
+// response (raw_output_contents), which clients read without a copy for each element.
 std::string Described(const Output& output, uint32_t position, uint32_t num_samples) {
   std::string shape;
   ProtoWriter sizes(&shape);
@@ -33,6 +35,9 @@ std::string Described(const Output& output, uint32_t position, uint32_t num_samp
 
 }  // namespace
 
+// Written by hand, as the native module links no protobuf: the fields are few, and fixed by the
+// Open Inference Protocol (persia/serving/open_inference.proto). The size is computed first, so
+// that the message is allocated once.
 std::string EncodeInferResponse(const Prediction& prediction, std::string_view id,
                                 std::span<const uint32_t> positions, uint32_t begin,
                                 uint32_t num_samples) {

@@ -11,6 +11,8 @@
 namespace persia::serving {
 namespace {
 
+// The form of PersiaBatch.to_bytes() (persia/embedding/data.py, dense_codec.py), which clients send
+// and logs keep. These numbers must be the same there.
 constexpr uint32_t kBatchMagic = 0x54414250;  // "PBAT"
 constexpr uint32_t kDenseMagic = 0x534e4450;  // "PDNS"
 constexpr uint32_t kVersion = 1;
@@ -97,6 +99,7 @@ Status ReadDense(std::span<const std::byte> section, Samples* samples) {
 }
 
 // Arrays of one feature of a merged batch.
+// Owned here until the batch is encoded: IdFeatures has views alone.
 struct MergedIds {
   std::vector<uint32_t> offsets = {0};
   std::vector<uint64_t> ids;
@@ -132,6 +135,8 @@ MergedIds MergeIds(std::span<const Samples* const> parts, size_t feature) {
 // Whether IDs of this feature have weights. Without IDs there are none to tell by.
 bool IsWeighted(const IdFeature& feature) { return !feature.weights.empty(); }
 
+// Without labels and metadata, which a prediction does not need. The parts have one layout
+// (HaveOneLayout), so the first one describes all.
 void PutDense(std::span<const Samples* const> parts, uint32_t batch_size, ByteWriter* writer) {
   const auto& features = parts.front()->dense;
   size_t num_bytes = 64;

@@ -32,6 +32,8 @@ bool HasF16c() {
 }  // namespace
 #endif
 
+// Null: this processor, or this build, lacks it. Every set of kernels gives the same bits (ADR 3),
+// so the choice is one of speed alone.
 const Kernels* KernelsFor(Isa isa) {
   switch (isa) {
     case Isa::kScalar: return &kScalarKernels;
@@ -66,6 +68,8 @@ const Kernels& ChooseKernels(const char* wanted) {
   return *fastest;
 }
 
+// Chosen once, before threads use it: a job whose choice changed midway could not be compared with
+// another.
 const Kernels& ActiveKernels() {
   static const Kernels& active = ChooseKernels(std::getenv("PERSIA_SIMD"));
   return active;

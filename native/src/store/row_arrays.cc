@@ -7,12 +7,16 @@
 
 namespace persia::store {
 
+// exchange() decides which of two threads counts a page: pages are larger than rows, so shards
+// share them.
 void SparsePages::Count(size_t page) {
   if (is_used_[page].exchange(true, std::memory_order_relaxed)) return;
   const size_t begin = page * MappedMemory::kHugePageBytes;
   used_bytes_ += std::min(memory_.size() - begin, MappedMemory::kHugePageBytes);
 }
 
+// Addresses for all IDs at once, so that no row ever moves; memory is taken by the page that is
+// written.
 RowArray::RowArray(const RowArraySpec& spec, const RowShape& shape, uint32_t first_cell)
     : spec_(spec),
       shape_(shape),

@@ -122,6 +122,8 @@ class RowArray {
   SparsePages values_, scalars_, states_;
 };
 
+// Made with the store's config, and shared by the index and the slabs of every shard. Where a sign
+// belongs does not change until the store is cleared or configured anew with other shapes.
 class RowArrays {
  public:
   // Arrays without rows. kInvalidArgument: more IDs than there are cell numbers.
@@ -132,6 +134,8 @@ class RowArrays {
 
   const std::deque<RowArray>& all() const { return arrays_; }
   // Null: the sign's group has no array, or the ID is not below the bound.
+  // A binary search over the arrays, for calls that have a sign and no cell. Lookups of a batch
+  // know their group, and do without.
   RowArray* OfSign(uint64_t sign);
   // Cells of arrays are below; all arrays together.
   uint32_t num_cells() const { return num_cells_; }

@@ -35,6 +35,8 @@ struct RowHead {
   }
 };
 
+// Used by snapshots (rows that were read, rows that training saved before it changed them), by
+// BlockWriter, and by what sends rows to other servers.
 class RowRecords {
  public:
   // Copies `values`: the embedding, then the state. Allocates where HasRoom() is false, to twice
@@ -57,6 +59,8 @@ class RowRecords {
   }
 
   // Room for so many bytes of records, the present ones included; only ever grows.
+  // The caller asks for the right size at once where it knows it: each call copies what is in the
+  // buffer. Must not be called with less than num_bytes().
   void Reserve(size_t num_bytes) {
     Buffer buffer(num_bytes);
     if (num_bytes_ > 0) std::memcpy(buffer.data(), buffer_.data(), num_bytes_);
@@ -67,11 +71,13 @@ class RowRecords {
   // Whether a record of so many bytes can be added without an allocation.
   bool HasRoom(size_t num_bytes) const { return num_bytes_ + num_bytes <= buffer_.size(); }
   uint64_t capacity_bytes() const { return buffer_.size(); }
+  // Removals included.
   size_t num_rows() const { return num_rows_; }
   size_t num_bytes() const { return num_bytes_; }
 
  private:
   // Returns where the values go.
+  // Doubles, so that a buffer that is used again soon has its final size.
   std::byte* Append(const RowHead& head) {
     const size_t record_bytes = head.record_bytes();
     if (num_bytes_ + record_bytes > buffer_.size()) Reserve(2 * (num_bytes_ + record_bytes));

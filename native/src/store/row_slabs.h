@@ -52,6 +52,10 @@ struct RowView {
   uint32_t dim;
 };
 
+// Each shard of a store owns one, guarded by the shard's mutex. A rank with consistency="exact"
+// owns one for the rows that it holds (client/exact_rows.h). A row keeps its place until it is
+// freed, except in slabs that are leaving: their rows are moved by the owner's maintenance, and
+// only then.
 class RowSlabs {
  public:
   static constexpr uint32_t kNoCell = UINT32_MAX;
@@ -117,6 +121,8 @@ class RowSlabs {
   uint64_t row_slab_bytes() const;
 
  private:
+  // A cell in 32 bits keeps an index entry at 16 bytes. 16 bits of place leave 65,535 slabs of up
+  // to 65,536 rows.
   static constexpr uint32_t kPlaceBits = 16;
   static constexpr uint32_t kPlaceMask = (1u << kPlaceBits) - 1;
 
@@ -141,6 +147,7 @@ class RowSlabs {
     std::vector<uint32_t> slabs{};  // their numbers, the newest last
   };
   // What is beside a slab that finding rows does not need.
+  // Apart from Slab, whose 32 bytes every row access reads: two slabs share a cache line.
   struct Holding {
     SlabPiece piece;
     uint32_t num_cells = 0;
@@ -148,6 +155,8 @@ class RowSlabs {
     bool is_leaving = false;
   };
 
+  // False where there is no memory or no number for another slab: a full server continues with the
+  // rows that it has.
   bool AddSlab(uint32_t pool);
   uint32_t NewSlabNumber();
   SlabMemory* MemoryOf(const Pool& pool) const { return pool.shape.dim == 0 ? cells_ : memory_; }

@@ -47,6 +47,9 @@ class SignIndex {
  public:
   static constexpr uint32_t kNoCell = UINT32_MAX;
 
+  // 16 bytes: four to a cache line. A stamp is the batch that used the row last, which the order of
+  // eviction needs; it is here and not at the row, so that finding the oldest rows reads the index
+  // alone.
   struct Entry {
     uint64_t key;
     uint32_t cell;
@@ -93,6 +96,7 @@ class SignIndex {
   // it would have grown to, which keeps phases apart. Where there is no memory for that, it grows
   // as it always does.
   void Reserve(uint64_t num_entries);
+  // Moves later entries of the run back, so entries found before are not valid afterwards.
   void Erase(Entry* entry);
   // Later entries with a cell below arrays->num_cells() have their stamps in `arrays`
   // (row_arrays.h). The stamp in such an entry is a copy, which Find(), ForEach() and Refresh()
@@ -144,6 +148,8 @@ class SignIndex {
 
  private:
   static constexpr uint64_t kLineEntries = 4;
+  // The greatest key, so that a search in ascending order ends at an empty entry without another
+  // test. A sign may have this key, too; kNoCell tells the two apart.
   static constexpr Entry kEmpty = {UINT64_MAX, kNoCell, 0};
 
   // home_count_ is a multiple of the line.

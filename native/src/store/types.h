@@ -31,6 +31,7 @@ struct RowBlock {
   std::span<const uint64_t> signs;
 };
 
+// Both read the same values for a row that exists; the modes differ in what they change.
 enum class LookupMode : uint8_t {
   kTrain = 0,      // inserts missing signs (subject to admission), refreshes the LRU order
   kInference = 1,  // missing signs read as zeros; changes nothing
@@ -73,6 +74,7 @@ struct UpdateReport {
 
 // The state of a store. Shards are asked one after another, so that with calls in progress the
 // numbers are not all of one moment.
+// Each shard is locked in turn: for a status page, not for each batch.
 struct StoreStats {
   uint64_t num_rows = 0;
   uint64_t memory_bytes = 0;  // index, slabs and order: everything the store holds
@@ -93,6 +95,7 @@ struct ChangeStatus {
 //
 // The cache bounds memory, not the number of rows: that is the store's capacity, which cold rows
 // count for like resident ones.
+// Read once, when the store is opened. Rows that are cold cost index memory alone (cold_rows.h).
 struct TierOptions {
   std::string directory;   // of the tier's files; must exist
   pool::PoolOptions pool;  // the store sets the schema
@@ -146,12 +149,16 @@ struct Run {
 
 // A row of a request that was not found. Both pointers lead into the request's plan, and are valid
 // until the thread's next request.
+// Refers to the plan instead of copying it: a lookup that inserts thousands of rows collects as
+// many of these under the shard's lock.
 struct MissingRef {
   const Run* run;
   const RowRef* ref;
 };
 
 // Rows of a checkpoint. They have one dim; the arrays are equally long, in the order of `signs`.
+// Applied in pieces, one of these for each block of a file: what a block holds has one optimizer,
+// so state and scalars are either given for all of its rows or for none.
 struct LoadedRows {
   uint32_t dim = 0;
   std::span<const uint64_t> signs;
@@ -166,6 +173,7 @@ struct LoadedRows {
 
 // What a follower applies in one step: the rows of a packet and the signs of rows that are gone. No
 // sign occurs twice, so that their order does not matter.
+// Borrowed as all of this file: the blocks of a packet stay decoded until the call returns.
 struct Changes {
   bool from_nothing = false;  // all rows are removed first
   std::vector<std::span<const uint64_t>> removals;

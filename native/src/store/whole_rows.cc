@@ -17,6 +17,8 @@ Status Refuse(const std::string& setting, const char* remedy) {
                             " would change: ", remedy, ", or use consistency='synchronous'");
 }
 
+// Everything by which a server removes or refuses a row unasked: the rank would replay an update
+// of a row that the server has no more, and the two would differ for ever.
 Status CheckRows(const RowConfig& rows) {
   if (rows.admit_probability < 1.0f) {
     return Refuse("admit_probability " + std::to_string(rows.admit_probability), "set it to 1");
@@ -36,6 +38,7 @@ Status CheckRows(const RowConfig& rows) {
   return Status::Ok();
 }
 
+// Asked at every lookup, not once: a config may be replaced while a rank trains.
 Status CheckStore(EmbeddingStore* store) {
   if (const auto config = store->config()) PERSIA_RETURN_IF_ERROR(CheckReplayable(*config));
   ShardSet& shards = store->shards();
@@ -87,6 +90,8 @@ uint32_t WholeRowFloats(const RowShape& shape) {
   return shape.dim + shape.state_floats + (shape.has_scalar ? 1 : 0);
 }
 
+// The order of the wire: embedding, state, and the bits of the scalar as one float. The scalar is
+// copied by bytes, as some of its values are NaN when read as a float.
 void CopyWholeRow(const RowView& row, const RowShape& shape, float* floats) {
   floats = std::copy_n(row.values, shape.dim, floats);
   floats = std::copy_n(row.state, shape.state_floats, floats);

@@ -16,6 +16,8 @@ uint64_t Take(uint64_t count, uint64_t* end) {
   return place;
 }
 
+// Blocks are few, one or two for each dim, so they are searched one after the other. Plain bags
+// (one row each, without weights) need no offsets: mixed with others they would have to have some.
 // A pack is made of a message of at most 1 GiB, so its counts fit in 32 bits.
 void Join(const DistinctSlot& slot, uint32_t position, PackLayout* layout) {
   const bool plain = slot.bags().IsPlain();
@@ -32,6 +34,8 @@ void Join(const DistinctSlot& slot, uint32_t position, PackLayout* layout) {
   if (!plain && slot.scaling != Scaling::kNone) block->factors = 0;
 }
 
+// Arrays of one block side by side, as the device reads them together. `offsets` and `factors` were
+// marked by Join() where the block needs them.
 void Place(uint32_t batch_size, PackedBlock* block, uint64_t* end) {
   const uint64_t num_bags = uint64_t{batch_size} * block->slots.size();
   block->rows = Take<float>(uint64_t{block->first_rows.back()} * block->dim, end);
@@ -59,6 +63,8 @@ class BlockFiller {
     if (offsets_ != nullptr) *offsets_++ = 0;
   }
 
+  // Slots in the order of PackedBlock::slots. Numbers and offsets then count from the
+  // block's first row and ID; a slot's own count from the slot's.
   void Add(const DistinctSlot& slot, const float* rows, uint32_t first_row) {
     rows_ = std::copy_n(rows, size_t{slot.num_rows} * slot.dim, rows_);
     for (const uint32_t number : slot.numbers) {

@@ -3,6 +3,9 @@
 //
 // Slots that are there as distinct rows are joined into blocks, so that a device pools all slots of
 // a block with one operation. Other slots are copied as they are.
+// Two steps, so that the caller allocates in between: the thread that looks up asks for the layout,
+// takes pinned memory of that size, has it filled without the GIL, and starts one copy. Layout and
+// filling are pure functions of the result, hence thread-safe.
 #pragma once
 
 #include <cstddef>
@@ -46,7 +49,8 @@ struct PackLayout {
 
 PackLayout LayOutPack(const LookupResult& result);
 
-// Fills `layout.size_bytes` bytes at `out`, but for gaps between the arrays.
+// `layout` must be that of `result`. Every array begins at a multiple of 64 bytes, for vector
+// loads, if `out` does. Fills `layout.size_bytes` bytes at `out`, but for gaps between the arrays.
 void FillPack(const LookupResult& result, const PackLayout& layout, std::byte* out);
 
 }  // namespace persia::worker

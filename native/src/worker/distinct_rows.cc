@@ -78,6 +78,8 @@ std::vector<uint32_t> Unpack(ByteReader* reader, uint8_t bytes, uint64_t count) 
 }
 
 // What precedes the arrays.
+// All of it is the peer's word: CheckHead() and the reader hold each number against the bytes
+// before memory is taken by it.
 struct IndexHead {
   uint32_t num_ids = 0;
   uint8_t scaling = 0;
@@ -193,6 +195,8 @@ size_t DistinctSlot::size_bytes() const {
          weights.size() * sizeof(float);
 }
 
+// Ok with a reader that failed means that the message is cut short, which the caller words for all
+// slots alike.
 Status ReadRowsIndex(ByteReader* reader, DistinctSlot* slot) {
   const auto head = reader->Get<IndexHead>();
   if (!reader->ok()) return Status::Ok();
@@ -217,6 +221,8 @@ Status ReadRowsIndex(ByteReader* reader, DistinctSlot* slot) {
   return Status::Ok();
 }
 
+// By the kernels of the worker, in their order: whether a slot is pooled here or there, its bits
+// are the same (ADR 39).
 void PoolDistinct(const DistinctSlot& slot, const float* rows, float* out) {
   thread_local std::vector<const float*> begins;
   begins.resize(slot.num_rows);

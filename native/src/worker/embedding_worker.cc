@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
-#include "base/hash.h"
 #include "worker/embeddings_message.h"
 #include "worker/lookup_plan.h"
+#include "worker/routed_rows.h"
 
 namespace persia::worker {
 
@@ -79,34 +79,6 @@ uint64_t CountSigns(std::span<const ServerBlocks> requests) {
   uint64_t count = 0;
   for (const ServerBlocks& request : requests) count += request.signs.size();
   return count;
-}
-
-// Rows that were not looked up (pretrained ones), divided among the servers.
-struct RoutedRows {
-  std::vector<ServerBlocks> requests;    // by server
-  std::vector<std::vector<float>> rows;  // by server
-};
-
-// Keeps the order of the signs within a server.
-RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_servers) {
-  RoutedRows routed;
-  routed.requests.resize(num_servers);
-  routed.rows.resize(num_servers);
-  size_t sign = 0;
-  for (const SignBlock& block : blocks.blocks) {
-    std::vector<uint32_t> num_routed(num_servers, 0);
-    for (uint32_t i = 0; i < block.num_signs; ++i, ++sign, row += block.dim) {
-      const uint32_t server = ServerOf(SignHash(blocks.signs[sign]), num_servers);
-      routed.requests[server].signs.push_back(blocks.signs[sign]);
-      routed.rows[server].insert(routed.rows[server].end(), row, row + block.dim);
-      ++num_routed[server];
-    }
-    for (uint32_t server = 0; server < num_servers; ++server) {
-      if (num_routed[server] == 0) continue;
-      routed.requests[server].blocks.push_back({block.dim, num_routed[server]});
-    }
-  }
-  return routed;
 }
 
 }  // namespace

@@ -152,6 +152,8 @@ class EmbeddingWorker {
   // Runs `call(number of servers)`, and again where that number has changed meanwhile.
   template <typename Call>
   auto ForPresentServers(Call call) -> decltype(call(0u));
+  // `num_sent`: signs that servers were sent. Called once for a batch, after the servers have
+  // applied its update.
   void Count(const Batch& batch, const ReducedGradients& reduced, uint64_t num_sent);
   // Runs `call`. Where a server says that it is not configured (it has restarted), tells it, and
   // runs `call` once more.
@@ -165,6 +167,8 @@ class EmbeddingWorker {
   const std::shared_ptr<RowService> rows_;
   BatchTable table_;
   // Guards config_ alone, and is not held while servers are called.
+  // The only mutex of this class: batches have guards (batch_table.h), and counters are atomic. A
+  // guard may be held while it is taken, never the other way around.
   mutable std::mutex config_mutex_;
   std::optional<TrainConfig> config_;
   CounterList counters_;

@@ -7,6 +7,8 @@
 
 namespace persia::worker {
 
+// 24 bytes and the count come before the bits, so that the bits, and the ID features behind them,
+// begin at a multiple of 8 and are read in place.
 Segments LookupWholeRequest::Encode() && {
   ByteWriter head;
   head.Put(key);
@@ -72,6 +74,8 @@ StatusOr<WholeRows> WholeRows::Decode(Buffer body) {
   return answer;
 }
 
+// The head goes before the segments of an ordinary return, whose decoder then reads the rest.
+// BatchKey has 16 bytes, so what follows keeps its alignment.
 Segments OrderedGradientsRequest::Encode() && {
   ByteWriter head;
   head.Put(after);

@@ -1,5 +1,8 @@
 // Messages of a rank with consistency="exact": whole rows of chosen signs, and gradients that are
 // applied in the rank's order. client/exact_rows.h is their other end.
+// Why worker_protocol.h does not suffice: a rank that replays its updates needs
+// optimizer state beside each row, must not be sent rows that it holds with newer values, and needs
+// its updates applied in its own order, although several are on their way (ADR 54).
 #pragma once
 
 #include <cstdint>
@@ -11,11 +14,15 @@
 namespace persia::worker {
 
 // Whole rows for training, of the signs that the rank asks for: it holds the others.
+// The views are the sender's memory until the call has returned, or the decoded body.
 struct LookupWholeRequest {
   BatchKey key;  // reference 0: the ID features come with the request
   SlotMask slots = 0;
   uint32_t reserved = 0;
   // A bit for each sign number of the batch's plan, which worker and rank make alike.
+  // Bits instead of signs: both ends number the signs of a batch in the order of their first
+  // appearance, so a number takes a 64th of a sign. Hence both must have one embedding config; the
+  // worker compares the number of words with its own plan.
   std::span<const uint64_t> wanted;
   std::span<const std::byte> id_features;
 
@@ -25,6 +32,9 @@ struct LookupWholeRequest {
 };
 
 // The rows by server, as the servers sent them: those of a server in the order of sign numbers.
+// The worker passes the buffers of its servers on without a copy: whole rows are the largest
+// messages of all. A row is the embedding, the optimizer state and, where the optimizer has one,
+// the scalar's bits as a float (store/whole_rows.h).
 struct WholeRows {
   BatchKey key;
   std::vector<uint64_t> incarnations;        // by server; 0: not asked
@@ -36,6 +46,8 @@ struct WholeRows {
 };
 
 // `after`: the batch, held by the same worker, whose update is applied first; reference 0: none.
+// Order is asked for only among batches of one worker: only it can know when the earlier one has
+// been applied. For another worker's batch the rank waits itself, before it sends (ExactRows).
 struct OrderedGradientsRequest {
   BatchKey after;
   GradientsRequest gradients;

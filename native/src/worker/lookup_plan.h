@@ -31,6 +31,9 @@ struct Feature {
   std::span<const float> weights = {};  // one an ID; empty: all 1
 };
 
+// Owns the bytes of a registered batch, and is dropped once its plan is made: what waits in a
+// worker is about as large as what the loader sent. Move-only; the features are views of the bytes,
+// which a move leaves where they are.
 class FeatureBatch {
  public:
   // `slots` must outlive the batch. Fails as DecodeIdFeatures does, and with kInvalidArgument on an
@@ -53,6 +56,8 @@ struct PlannedFeature {
   const SlotConfig* slot = nullptr;
   uint32_t group = 0;  // into LookupPlan::groups
   // [batch_size + 1], in IDs: all of the sample's, also those dropped.
+  // Kept by value: the batch's bytes, which the decoded offsets view, are freed once the plan is
+  // made.
   std::vector<uint32_t> offsets;
   bool has_one_id_each = false;        // every sample has exactly one ID
   std::vector<uint32_t> sign_numbers;  // [items x num_buckets]
@@ -80,6 +85,9 @@ struct PlannedGroup {
 };
 
 // Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
+// Nothing in it refers to a server's memory, so it survives a change of the number of servers
+// (Reroute) and a repeated request. It belongs to the holder of the batch's guard (batch_table.h);
+// a rank with consistency="exact" makes the same plan of the same batch, for one server.
 struct LookupPlan {
   uint32_t batch_size = 0;
   std::vector<PlannedFeature> features;  // in the batch's order
@@ -92,9 +100,13 @@ struct LookupPlan {
 };
 
 // Routes the plan's signs to another number of servers. Their numbers stay.
+// For batches in flight while a job is resized: rows and gradients of the batch are indexed by the
+// numbers, and must find the same signs afterwards.
 void Reroute(uint32_t num_servers, LookupPlan* plan);
 
 // Makes plans; keeps its memory from one to the next. Not thread-safe.
+// One for each thread that plans (thread_local in EmbeddingWorker::Plan), as its tables reach the
+// size of the largest batch, and clearing them costs less than making them.
 class LookupPlanner {
  public:
   // `counters` of the same slots, where the batch is to be counted.
@@ -104,8 +116,12 @@ class LookupPlanner {
  private:
   void PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
                    const SlotTable& slots, PlannedFeature* planned);
+  // For raw slots, whose rows are sent once for each distinct ID, and which tell by an index which
+  // of them a sample has.
   std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
                                          std::vector<uint32_t>* index);
+  // Appends the group's signs to the requests of their servers. After its last feature: a group is
+  // routed once, however many slots share it.
   void RouteGroup(const SlotConfig& leader, uint32_t num_features, LookupPlan* plan);
 
   UniqueKeys signs_;         // of one group
@@ -127,6 +143,8 @@ struct SignsOfSlots {
 
 // The plan's requests, limited to the signs that `keep` returns true for. Those stay in the order
 // of their numbers, so that LocateRows() with the same `keep` finds their rows.
+// For a lookup of some slots, and for the rows that a rank does not hold. One walk over all signs,
+// as a request must tell which dims its signs have, block by block.
 template <typename Keep>
 std::vector<ServerBlocks> SelectRequests(const LookupPlan& plan, Keep keep) {
   const size_t num_servers = plan.requests.size();
@@ -153,6 +171,8 @@ std::vector<ServerBlocks> SelectRequests(const LookupPlan& plan, Keep keep) {
 
 // (*rows)[n] becomes the place of sign number n's row, given where each server's rows begin. Signs
 // that `keep` left out of the request have no row: theirs stay null.
+// Walks the signs in the order in which RouteGroup() routed them. A change of one order without the
+// other would give rows of other signs, which no check would notice.
 template <typename Float, typename Keep = AllSigns>
 void LocateRows(const LookupPlan& plan, std::vector<Float*> begin_by_server,
                 std::vector<Float*>* rows, Keep keep = {}) {

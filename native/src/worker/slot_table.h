@@ -69,6 +69,7 @@ struct SlotStats {
 
 // What a worker counts about each of its slots, since it started. Thread-safe, and cheap enough for
 // every batch: a few additions a slot, and a hash a sign of the batches that are sampled.
+// Owned by the EmbeddingWorker, whose metrics read it.
 class SlotCounters {
  public:
   explicit SlotCounters(const SlotTable& slots);  // which must outlive this

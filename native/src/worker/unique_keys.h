@@ -12,6 +12,8 @@
 
 namespace persia::worker {
 
+// Open addressing with linear probing, at most half full. A key is compared in keys_, by the number
+// in its place, so that a place takes 4 bytes instead of 12.
 class UniqueKeys {
  public:
   UniqueKeys() { Clear(); }

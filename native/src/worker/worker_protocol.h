@@ -19,6 +19,8 @@ namespace persia::worker {
 // How a batch is looked up, as on the wire. Values are checked by the worker service.
 // Plain numbers, because it is copied from the wire: nothing in it may be trusted before the
 // service has looked at it.
+// The sizes below are asserted because these structs are copied to and from messages: a field more
+// would change the protocol silently.
 struct LookupOptions {
   uint32_t requires_grad = 0;
   uint32_t wire_dtype = 0;  // a WireDtype: that of the embeddings asked for

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ import pytest
 from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Report, Request, State, Verb
-from persia.checkpoint.server_job import ServerShare
-from persia.checkpoint.service import CheckpointService
 from persia.config import SlotConfig, SlotsConfig
 from persia.embedding.optim import SGD, Adagrad, Optimizer
 from persia.errors import (
@@ -30,9 +26,8 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.storage.location import Location
-from persia.storage.manifest import FileEntry, Manifest, make_dump_id
+from persia.storage.manifest import Manifest, make_dump_id
 from persia.storage.schema import RowSchema
-from persia.storage.shard_file import write_shard_file
 
 from .conftest import (
     CONFIG,
@@ -448,56 +443,3 @@ def test_manifest_says_what_it_holds(checkpoint: Path) -> None:
     assert set(values["embeddings"]["schema"]["slots"]) == {"user", "item"}
     for file in [*values["embeddings"]["files"], *values["dense"]["files"].values()]:
         assert (checkpoint / file["path"]).stat().st_size == file["num_bytes"]
-
-
-@pytest.mark.parametrize(("percent", "expected"), [(50, 4.0), (100, 0.0)])
-def test_a_dump_is_told_how_many_processors_it_may_take(
-    percent: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[float] = []
-
-    class Rows:
-        def begin_snapshot(self, num_parts: int, *, with_state: bool, max_processors: float) -> Any:
-            given.append(max_processors)
-            return bags.store.begin_snapshot(num_parts, with_state=with_state, max_processors=max_processors)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(bags.store, name)
-
-    monkeypatch.setattr("persia.checkpoint.server_job.max_processors", {50: 4.0, 100: 0.0}.get)
-    bags = make_bags()
-    train(bags)
-    schema = RowSchema.of(SLOTS)
-    store: Any = Rows()
-    share = ServerShare(store=store, index=0, replicas=1, schema=schema, num_threads=2, dump_percent=percent)
-    peer = LocalPeer(CheckpointService(share))
-    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
-    assert given == [pytest.approx(expected)]
-
-
-@pytest.mark.parametrize("lowers_priority", [False, True])
-def test_a_dump_is_nice_only_where_nothing_trains(
-    lowers_priority: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A nice thread that holds the GIL would stall the training of its process."""
-
-    def own_priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def write(*arguments: Any, **options: Any) -> FileEntry:
-        priorities.append(own_priority())
-        return write_shard_file(*arguments, **options)
-
-    priorities: list[int] = []
-    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
-    before = own_priority()
-    bags = make_bags()
-    train(bags)
-    schema = RowSchema.of(SLOTS)
-    share = ServerShare(
-        store=bags.store, index=0, replicas=1, schema=schema, num_threads=2, lowers_priority=lowers_priority
-    )
-    peer = LocalPeer(CheckpointService(share))
-    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
-    assert priorities == [max(10, before) if lowers_priority else before] * 2
-    assert own_priority() == before

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest
+from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import DumpJob, ServerShare, dump_percent, max_processors
+from persia.checkpoint.service import CheckpointService
 from persia.config import CheckpointingConfig, parse_global_config
 from persia.embedding.optim import Adagrad
 from persia.errors import InvalidArgumentError
 from persia.nn import EmbeddingBagCollection
-from persia.storage.manifest import make_dump_id
+from persia.storage.manifest import FileEntry, make_dump_id
+from persia.storage.schema import RowSchema
+from persia.storage.shard_file import write_shard_file
 
-from .conftest import make_bags, train
+from .conftest import SLOTS, make_bags, train
 
 
 @pytest.mark.parametrize(
@@ -114,3 +121,56 @@ def test_a_collections_dump_takes_what_its_caller_says(
         with pytest.raises(InvalidArgumentError, match=f"dump_percent={wrong} must be"):
             bags.dump(tmp_path / "wrong", dump_percent=wrong)
     assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(50, 4.0), (100, 0.0)])
+def test_a_dump_is_told_how_many_processors_it_may_take(
+    percent: int, expected: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    class Rows:
+        def begin_snapshot(self, num_parts: int, *, with_state: bool, max_processors: float) -> Any:
+            given.append(max_processors)
+            return bags.store.begin_snapshot(num_parts, with_state=with_state, max_processors=max_processors)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(bags.store, name)
+
+    monkeypatch.setattr("persia.checkpoint.server_job.max_processors", {50: 4.0, 100: 0.0}.get)
+    bags = make_bags()
+    train(bags)
+    schema = RowSchema.of(SLOTS)
+    store: Any = Rows()
+    share = ServerShare(store=store, index=0, replicas=1, schema=schema, num_threads=2, dump_percent=percent)
+    peer = LocalPeer(CheckpointService(share))
+    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
+    assert given == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize("lowers_priority", [False, True])
+def test_a_dump_is_nice_only_where_nothing_trains(
+    lowers_priority: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A nice thread that holds the GIL would stall the training of its process."""
+
+    def own_priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def write(*arguments: Any, **options: Any) -> FileEntry:
+        priorities.append(own_priority())
+        return write_shard_file(*arguments, **options)
+
+    priorities: list[int] = []
+    monkeypatch.setattr("persia.checkpoint.server_job.write_shard_file", write)
+    before = own_priority()
+    bags = make_bags()
+    train(bags)
+    schema = RowSchema.of(SLOTS)
+    share = ServerShare(
+        store=bags.store, index=0, replicas=1, schema=schema, num_threads=2, lowers_priority=lowers_priority
+    )
+    peer = LocalPeer(CheckpointService(share))
+    Checkpoints(lambda: [peer], deadline_s=20).dump(DumpRequest(tmp_path / "checkpoint"))
+    assert priorities == [max(10, before) if lowers_priority else before] * 2
+    assert own_priority() == before

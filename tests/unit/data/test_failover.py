@@ -16,7 +16,6 @@ import pytest
 from persia import _native
 from persia._native import BatchReference
 from persia.errors import (
-    InternalError,
     InvalidArgumentError,
     NotFoundError,
     PersiaError,
@@ -27,7 +26,7 @@ from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline import backend as backend_module
 from persia.pipeline.backend import ClusterBackend
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, SlowCalls, is_down
+from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
 from persia.pipeline.send import BatchSender
 from persia.waiting import Attempts
 
@@ -407,49 +406,6 @@ def test_a_batch_whose_gradients_are_refused_is_not_kept(cluster: Cluster, backe
     with pytest.raises(InvalidArgumentError):
         backend.return_gradients(reference, [("a", np.ones((3, 5), dtype=np.float32))], scale=1.0)
     assert backend._held._batches == {}
-
-
-def test_looks_at_slow_workers_become_rare() -> None:
-    slow_calls = SlowCalls()
-    looks = [now / 2 for now in range(60) if 1 in slow_calls.due([1], now / 2)]
-    assert looks == [0, 0.5, 1.5, 3.5, 7.5, 15.5, 23.5]
-    assert slow_calls.due([2], 30.0) == {2}
-    assert slow_calls.due([1], 30.5) == {1}, "it was not slow meanwhile"
-
-
-def test_the_monitor_names_the_workers_of_slow_calls_only() -> None:
-    told: list[set[int | None]] = []
-    done = threading.Event()
-
-    def on_slow(workers: set[int | None]) -> None:
-        told.append(workers)
-        done.set()
-
-    monitor = CallMonitor(on_slow)
-    with monitor.watching(0):
-        pass
-    with monitor.watching(3):
-        assert done.wait(120)
-    monitor.close()
-    assert told[0] == {3}
-
-
-def test_calls_report_that_the_monitor_has_failed(log: Any) -> None:
-    """Else a dead worker would be waited for until the deadline, without a reason."""
-
-    def on_slow(workers: set[int | None]) -> None:
-        raise ValueError("port 'x' is no number")
-
-    monitor = CallMonitor(on_slow)
-    with monitor.watching(3):
-        monitor._thread.join(120)
-    with (
-        pytest.raises(InternalError, match=r"embedding workers that have died.*port 'x' is no number"),
-        monitor.watching(3),
-    ):
-        pass
-    assert "looking for embedding workers that have died failed" in log.text
-    monitor.close()
 
 
 def test_workers_are_looked_at_side_by_side(

@@ -126,7 +126,10 @@ def test_lists_must_have_the_ids_of_the_hotness(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("metadata", "message"),
-    [({"rows": 5}, "metadata.rows is 5, must be a mapping such as"), ([5], "metadata must be a mapping")],
+    [
+        ({"rows": 5}, "metadata.rows is 5, must be a mapping such as"),
+        ([5], "metadata must be a mapping of keys"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["parquet", "split-binary"])
 def test_wrong_metadata(kind: str, metadata: Any, message: str, made: Path, tmp_path: Path) -> None:
@@ -216,7 +219,7 @@ def test_a_missing_column_is_named(folder: Path) -> None:
         ),
         (
             {"type": "csv", "features": ["label"], "files": ["train"]},
-            "only split_binary and parquet can be read",
+            "type='csv' must be 'split_binary' or 'parquet'",
         ),
     ],
 )
@@ -227,7 +230,7 @@ def test_wrong_chunks(chunk: Any, message: str, folder: Path) -> None:
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match=message):
         FeatureSpec.load(folder)
-    content["source_spec"]["train"] = [chunk | {"type": "parquet"}, chunk]
+    content["source_spec"]["train"] = [chunk | {"type": "parquet"}] * 2
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError, match="has 2 chunks: of Parquet, one has all features"):
         FeatureSpec.load(folder)

@@ -315,7 +315,7 @@ def test_wrong_values_name_their_place(
         ),
         (
             lambda spec: spec["feature_spec"]["cat_0.bin"].update(cardinality="auto"),
-            r"feature 'cat_0.bin': cardinality is 'auto', must be an integer of at least 1",
+            r"feature_spec.yaml: feature_spec.cat_0.bin.cardinality='auto' must be a valid integer",
         ),
         (
             lambda spec: spec["feature_spec"]["cat_0.bin"].pop("cardinality"),
@@ -336,13 +336,16 @@ def test_wrong_values_name_their_place(
         ),
         (
             lambda spec: spec["source_spec"]["test"][0].update(type="csv"),
-            r"source_spec.test\[0\]: type is 'csv', only split_binary and parquet can",
+            r"source_spec.test.0.type='csv' must be 'split_binary' or 'parquet'",
         ),
         (
             lambda spec: spec["source_spec"]["train"][0]["features"].reverse(),
             r"source_spec.test\[0\] has the features num_2, num_1, num_0: a chunk has one",
         ),
-        (lambda spec: spec.update(feature_specs={}), r"unknown section 'feature_specs'"),
+        (
+            lambda spec: spec.update(feature_specs={}),
+            r"feature_specs=\{\} is not a known key: did you mean 'feature_spec'",
+        ),
         (
             lambda spec: spec["channel_spec"].update(label=["label", "num_0"]),
             r"channel_spec.label has 2 features",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -21,18 +17,14 @@ from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
 from persia.checkpoint.peers import LocalPeer, Peer
 from persia.checkpoint.protocol import Report, Request, State, Verb
 from persia.embedding import EmbeddingConfig
-from persia.errors import CorruptionError, UnavailableError, UntrustedError
-from persia.packets.changes import IncrementalSettings
-from persia.packets.log import PacketLog
-from persia.packets.packet import BaseKind, Packet
+from persia.errors import CorruptionError, UntrustedError
+from persia.packets.packet import BaseKind
 from persia.packets.writer import DENSE_FILE, PacketWriter
 from persia.rows.reader import Span
 from persia.storage.manifest import Manifest
 from persia.storage.position import Position
 from persia.storage.shard_file import ShardFile
 from persia.storage.signing import create_key
-from persia.storage.versions import resolve
-from tests import packet_follower
 from tests.unit.checkpoint.conftest import (
     checkpoints_of,
     make_bags,
@@ -40,89 +32,9 @@ from tests.unit.checkpoint.conftest import (
     sealed,
     services,
     train,
-    without_ages,
 )
 
-DEADLINE_S = 60.0
-NEVER_MS = 10_000.0
-
-
-class Job:
-    """A trainer: a store, its server, what writes its packets, and its dumps."""
-
-    def __init__(
-        self, url: Any, bags: _native.EmbeddingBags | None = None, num_servers: int = 1, **settings: Any
-    ) -> None:
-        defaults = {"buffer_size": 100_000, "interval_s": 0.02, "dense_interval_s": 1e6, "keep_packets": 1000}
-        self.settings = IncrementalSettings(directory=str(url), **{**defaults, **settings})
-        self.log = PacketLog(url)
-        self.bags = bags or make_bags()
-        self.others = [make_bags() for _ in range(num_servers - 1)]  # rows of other servers
-        servers = services([self.bags, *self.others], incremental=self.settings)
-        self.peers: list[Peer] = [LocalPeer(server) for server in servers]
-        self.checkpoints = Checkpoints(lambda: self.peers, deadline_s=DEADLINE_S)
-        self.step = 0
-        self.writer = self.make_writer()
-
-    def make_writer(self) -> PacketWriter:
-        writer = PacketWriter(lambda: self.peers, deadline_s=DEADLINE_S, step=lambda: self.step)
-        self.checkpoints.hook = writer.stream
-        writer.start()
-        return writer
-
-    def train(self, **options: Any) -> None:
-        train(self.bags, **{"num_ids": 300, **options})
-        self.step += 1
-
-    def packets(self) -> list[Packet]:
-        return [
-            self.log.read(position) for position in self.log.positions(self.writer.stream.position.stream)
-        ]
-
-    def restart_trainer(self) -> None:
-        """As after `kill -9`: its servers live on, and it comes to nothing else."""
-        self.writer._stop.set()
-        self.writer._finish = lambda: None  # type: ignore[method-assign]  # a process that is gone does not
-        self.writer.close(None)
-        self.writer = self.make_writer()
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    job = Job(tmp_path / "log")
-    yield job
-    job.writer.close(None)
-
-
-def eventually(condition: Callable[[], Any], timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it has not come to that"
-        time.sleep(0.01)
-
-
-def wait_for(job: Job, number: int) -> None:
-    eventually(lambda: job.writer.stream.position.number >= number)
-
-
-class Follower(packet_follower.Follower):
-    """With a store like the job's."""
-
-    def __init__(self, log: PacketLog) -> None:
-        super().__init__(log, make_bags())
-
-    def load(self, url: Any) -> None:
-        checkpoints_of(self.bags).load(Source(url))
-        section = Manifest.read(resolve(Source(url).location))[0].embeddings
-        assert section is not None
-        self.position, self.dump_id = section.packets, section.dump_id
-
-
-def assert_equal(follower: Follower, job: Job, tmp_path: Path) -> None:
-    for name, stores in (("trainer", [job.bags, *job.others]), ("follower", [follower.bags])):
-        checkpoints_of(*stores).dump(DumpRequest(tmp_path / name))
-    expected, found = rows_of(tmp_path / "trainer"), rows_of(tmp_path / "follower")
-    assert np.array_equal(without_ages(expected), without_ages(found))
+from .conftest import DEADLINE_S, NEVER_MS, Follower, Job, assert_equal, eventually, wait_for
 
 
 def test_a_follower_from_nothing_is_equal(job: Job, tmp_path: Path) -> None:
@@ -440,167 +352,6 @@ def test_a_server_that_restarts_is_no_silent_gap(job: Job, tmp_path: Path) -> No
     follower.load(job.log.checkpoints)
     follower.follow()
     assert_equal(follower, job, tmp_path)
-
-
-class FullDisk:
-    """Writes below `path` fail while it is full."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-        self.is_full = True
-        kind = type(fsspec.filesystem("memory"))
-        opened, piped = kind._open, kind.pipe_file
-
-        def check(path: str) -> None:
-            if self.is_full and wanted in path:
-                raise OSError(errno.ENOSPC, "no space left on device", path)
-
-        def open_(fs: Any, path: str, mode: str = "rb", **options: Any) -> Any:
-            if mode != "rb":
-                check(path)
-            return opened(fs, path, mode, **options)
-
-        def pipe_file(fs: Any, path: str, value: bytes, **options: Any) -> None:
-            check(path)
-            piped(fs, path, value, **options)
-
-        monkeypatch.setattr(kind, "_open", open_)
-        monkeypatch.setattr(kind, "pipe_file", pipe_file)
-
-
-@pytest.mark.parametrize("what", ["rows-0", "000000000002.json", "dense.pt", "latest"])
-def test_a_full_disk_loses_nothing(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = FullDisk(monkeypatch, what)
-    job = Job(f"memory://{tmp_path.parent.name}/{tmp_path.name[-1]}")
-    job.writer.offer_dense(1, lambda: b"dense")
-    job.train()
-    eventually(
-        lambda: job.writer.stream.current_counts().failures > 0 or job.writer.stream.position.number > 1
-    )
-    if what != "latest":  # which is not what makes a packet exist
-        assert [packet.is_restart for packet in job.packets()] == [True], "no half packet is seen"
-    disk.is_full = False
-    job.train(seed=1)
-    wait_for(job, 2)
-    job.writer.close(None)
-    follower = Follower(job.log)
-    follower.follow()
-    assert_equal(follower, job, tmp_path)
-    folders = {child.name for child in job.log.files.children()}
-    assert folders == {file.path.split("/")[0] for packet in job.packets() for file in packet.files}
-
-
-class DeafPeer:
-    """A server that some requests do not reach."""
-
-    is_remote = False
-
-    def __init__(self, peer: Peer, deaf_to: Verb) -> None:
-        self.peer, self.deaf_to, self.num_lost = peer, deaf_to, 0
-
-    def call(self, request: Request, timeout_s: float) -> Report:
-        if request.verb is self.deaf_to and self.num_lost < 1:
-            self.num_lost += 1
-            raise UnavailableError("lost on its way")
-        return self.peer.call(request, timeout_s)
-
-    def __str__(self) -> str:
-        return "a server"
-
-
-@pytest.mark.parametrize("verb", [Verb.CHANGES, Verb.TRACK, Verb.TAKE, Verb.APPLY, Verb.POLL])
-def test_a_lost_message_is_repeated(verb: Verb, job: Job, tmp_path: Path) -> None:
-    job.peers[:] = [DeafPeer(job.peers[0], verb)]
-    job.writer.stream.peers = job.peers
-    job.train()
-    wait_for(job, 2)
-    job.train(seed=1)
-    job.writer.close(None)
-    assert job.writer.stream.current_counts().failures == 0
-    follower = Follower(job.log)
-    follower.follow()
-    assert_equal(follower, job, tmp_path)
-
-
-class ForgetfulPeer(DeafPeer):
-    """A server whose packet ends by its lease, once, when it is about to be committed."""
-
-    def call(self, request: Request, timeout_s: float) -> Report:
-        if request.verb is self.deaf_to and self.num_lost < 1:
-            self.num_lost += 1
-            self.peer.call(replace(request, verb=Verb.CANCEL), timeout_s)
-        return self.peer.call(request, timeout_s)
-
-
-def test_a_clearing_that_one_server_does_not_commit_stops_no_packets(tmp_path: Path) -> None:
-    job = Job(tmp_path / "log", num_servers=2)
-
-    def train_both(seed: int) -> None:
-        for index, bags in enumerate((job.bags, *job.others)):
-            ids = np.arange(100, dtype=np.uint64) + np.uint64(1000 * index + 10 * seed)
-            pooled, batch = bags.lookup(ids, np.ones((2, 50), np.int64), train=True)
-            bags.update(batch, np.ones_like(pooled))
-
-    job.writer.offer_dense(1, lambda: b"dense")
-    train_both(1)
-    wait_for(job, 2)
-    job.writer.stream.pause()
-    for bags in (job.bags, *job.others):
-        bags.clear()
-    train_both(2)
-    job.peers[1] = forgetful = ForgetfulPeer(job.peers[1], Verb.APPLY)
-    job.writer.stream.peers = job.peers
-    job.writer.stream.resume()
-    eventually(lambda: forgetful.num_lost == 1)
-    train_both(3)
-    eventually(lambda: job.writer.stream.current_counts().checkpoints == 1)
-    train_both(4)
-    job.writer.close(None)
-    assert job.writer.stream.current_counts().failures == 0
-    follower = Follower(job.log)
-    follower.load(job.log.checkpoints)
-    follower.follow()
-    assert_equal(follower, job, tmp_path)
-
-
-def test_whatever_goes_wrong_in_a_pause_the_next_one_is_free(job: Job, tmp_path: Path) -> None:
-    job.train()
-    wait_for(job, 2)
-    job.checkpoints.dump(DumpRequest(tmp_path / "model"))
-    job.checkpoints.load(Source(tmp_path / "model"))  # a restart waits to be written
-    step, job.writer.stream._step = job.writer.stream._step, lambda: 1 // 0
-    with pytest.raises(ZeroDivisionError):
-        job.checkpoints.dump(DumpRequest(tmp_path / "next"))
-    job.writer.stream._step = step
-    started = time.monotonic()
-    job.checkpoints.dump(DumpRequest(tmp_path / "next"))
-    assert time.monotonic() - started < DEADLINE_S / 2
-
-
-def test_a_storage_that_hangs_does_not_keep_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("persia.packets.writer._CONNECT_S", 0.1)
-    job = Job(f"memory://{tmp_path.parent.name}/hangs")
-    job.train()
-    wait_for(job, 2)
-    kind, answers = type(fsspec.filesystem("memory")), threading.Event()
-    piped = kind.pipe_file
-
-    def pipe_file(fs: Any, path: str, value: bytes, **options: Any) -> None:
-        answers.wait(60)
-        piped(fs, path, value, **options)
-
-    monkeypatch.setattr(kind, "pipe_file", pipe_file)
-    job.writer._deadline_s = 0.5
-    job.train(seed=1)
-    started = time.monotonic()
-    job.writer.close(None)
-    took_s = time.monotonic() - started
-    answers.set()
-    assert took_s < 50
-    assert "the last changes are in no packet" in caplog.text
-    job.writer._thread.join(120)
-    assert job.writer.stream.current_counts().lag_s == 0, "it was only late"
 
 
 def test_dense_models_travel_along(tmp_path: Path) -> None:
