@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=number(above=0), default=50.0, help="training steps a second, of 256 samples"
     )
-    parser.add_argument("--interval-ms", type=whole(10), default=500, help="between two packets")
+    parser.add_argument("--interval-ms", type=whole(10), default=200, help="between two packets")
     parser.add_argument("--poll", type=number(above=0), default=0.25, help="seconds between looks for one")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

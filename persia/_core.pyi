@@ -47,6 +47,12 @@ def stop_trace(one_in: int = 0) -> tuple[list[tuple[str, int, int, int, int | No
     """Ends it: (name, begin [ns], end [ns], reference or 0, batch_id, thread) of each span, and how many did
     not fit. `one_in`: only spans of the batches whose number is a multiple of it; 0: all."""
 
+def keep_freed_memory() -> None:
+    """From now on rows that are freed leave their memory to later rows of this process, not to the system."""
+
+def kept_memory_bytes() -> int:
+    """What `keep_freed_memory` keeps now."""
+
 class RequestCounts:
     """What became of requests for predictions. Thread-safe."""
 

@@ -155,9 +155,9 @@ class EmbeddingParameterServerConfig(Section):
     incremental_dir: str = "/workspace/incremental_dir/"  # or a URL that fsspec knows
     # As above: packets are files of a storage, not messages of a channel.
     incremental_channel_capacity: Positive = 1000
-    incremental_interval_ms: Annotated[int, Field(ge=10, le=86_400_000)] = 500  # at most between packets
+    incremental_interval_ms: Annotated[int, Field(ge=10, le=86_400_000)] = 200  # at most between packets
     incremental_dense_interval_sec: Annotated[int, Field(ge=0, le=UINT32_MAX)] = 10  # 0: in every packet
-    incremental_keep_packets: Positive32 = 3600
+    incremental_keep_packets: Positive32 = 9000
     storage: StorageConfig = StorageConfig()
     standbys: Annotated[int, Field(ge=0, le=1)] = 0  # processes with a second copy of the rows
     # Without an answer for so long, a primary or its standby is given up. Below 2 s a busy host looks dead.

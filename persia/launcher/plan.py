@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import statistics
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from persia.launcher.heap import keep_heap
 from persia.launcher.options import COUNT, option
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def _dense(given: Mapping[str, Any], spec: FeatureSpec, *, times_model: bool) ->
         return num_parameters, 0.0
     # Settings of memory and threads are those of a whole process, and glibc's cannot be restored.
     # A new interpreter, not a fork: threads of torch do not survive one.
-    with ProcessPoolExecutor(1, get_context("spawn"), _keep_memory) as child:
+    with ProcessPoolExecutor(1, get_context("spawn"), keep_heap) as child:
         return num_parameters, child.submit(_step_s, dict(given), count).result()
 
 
@@ -294,17 +294,6 @@ def _step_s(given: Mapping[str, Any], count: tuple[int, int, int]) -> float:
         kept.append(embeddings)
     of_batch: float = statistics.median(seconds) * given["batch_size"] / size
     return of_batch
-
-
-def _keep_memory() -> None:
-    """Keeps what a step has freed for the next one, as the batches of other threads do in training.
-
-    Else glibc returns the end of the heap after each step, and cleared pages cost more than a small model.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD: where glibc's own rule ends
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def _show(plan: Plan, job: Job) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from persia.launcher import options
+from persia.launcher.heap import keep_heap
 from persia.launcher.options import COUNT, PORT, option
 
 if TYPE_CHECKING:
@@ -285,6 +286,7 @@ def command(
         gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
         follow=_follow_options(location, **given),
     )
+    keep_heap()  # a batch needs what the one before has freed
     serve(settings, _serving_options(canary, request_log, given))
 
 

@@ -38,6 +38,7 @@ from persia.packets.packet import BaseKind, Packet
 from persia.storage.location import Location
 from persia.storage.position import Position
 
+_LOCAL_POLL_S = 0.02  # a look for one file on this machine takes some 50 us
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 _STOP_S = 10.0
@@ -164,12 +165,23 @@ class Follower(Generic[_Copy]):
 
     def _run(self) -> None:
         pause_s = self._options.poll_s
-        while not self._stopped.wait(pause_s):
+        while not self._wait(pause_s):
             pause_s = self._options.poll_s
             if not self._look():
                 backoff_s = min(_FIRST_PAUSE_S * 2.0 ** min(self._num_failures, 16), _LONGEST_PAUSE_S)
                 # A follower that cannot proceed must not burden the storage of the training.
                 pause_s = max(pause_s, backoff_s)
+
+    def _wait(self, pause_s: float) -> bool:
+        """Until the next look; True: the follower is closed. A packet in a local directory ends it early."""
+        status = self._status
+        if not self._log.location.is_local or status.pinned or status.error or status.position is None:
+            return self._stopped.wait(pause_s)
+        end = time.monotonic() + pause_s
+        while (left_s := end - time.monotonic()) > 0 and not self._log.exists(status.position.next):
+            if self._stopped.wait(min(left_s, _LOCAL_POLL_S)):
+                return True
+        return self._stopped.is_set()
 
     def _look(self) -> bool:
         """Applies all packets that it can; False if an error stopped it."""

@@ -17,7 +17,7 @@ from aiohttp import web
 from grpc_health.v1 import health, health_pb2
 
 from persia import env
-from persia._native import ServingFront
+from persia._native import ServingFront, keep_freed_memory
 from persia.embedding.dense_codec import DTYPES
 from persia.errors import FailedPreconditionError, PersiaError, StorageError
 from persia.job.connection import JobConnection
@@ -88,6 +88,8 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         log = None if options.request_log is None else RequestLog(options.request_log)
         if log is not None:
             stack.callback(log.close)
+        if settings.embeddings is None:
+            keep_freed_memory()  # of a replaced version, for the next one (ADR 59)
         model = ServedModel(settings, num_threads=num_threads)
         stack.callback(model.close)
         if (

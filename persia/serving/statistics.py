@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from persia._native import DurationStats, RequestCounts
+from persia._native import DurationStats, RequestCounts, kept_memory_bytes
 from persia.embedding.data import PersiaBatch
 from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
@@ -159,6 +159,7 @@ class ServingSource(Source):
             "num_missing": self.model.num_missing,
             "num_default_batches": self.model.num_default_batches,
             "rows_error": self.model.outage,
+            "kept_memory_bytes": kept_memory_bytes(),
             "following": None if following is None else following.to_json(),
             "canary": None if self.canary is None else self.canary.status(),
             "request_log": None if self.request_log is None else self.request_log.status(),

@@ -182,3 +182,26 @@ def test_a_broker_that_is_away_does_not_matter(
     served.wait_until(lambda: "not shown in persia-launcher status for now" in served.log.read_text())
     assert served.infer(make_batch([20])) == ("1", [7.0])
     assert served.stop() == 0
+
+
+def test_memory_of_a_replaced_version_is_kept_for_the_next_one(
+    start: Callable[..., Served], tmp_path: Path, config: str
+) -> None:
+    dump(tmp_path / "model", factor=1.0, step=1, keep_last=5)
+    address = f"127.0.0.1:{free_port()}"
+    served = start(
+        str(tmp_path / "model"), "--embedding-config", config, "--metrics-port", address.rpartition(":")[2]
+    )
+
+    def kept_bytes() -> int:
+        return int(json.loads(get(address, "/status")[1])["stats"]["kept_memory_bytes"])
+
+    assert kept_bytes() == 0
+    found = []
+    for step in (2, 3, 4):
+        dump(tmp_path / "model", factor=1.0, step=step, keep_last=5)
+        served.wait_until(lambda step=step: served.infer(make_batch([10])) == (str(step), [3.0]))
+        # The thread that loads gives the old version up just after the new one answers.
+        served.wait_until(lambda: kept_bytes() > 0)
+        found.append(kept_bytes())
+    assert found == [found[0]] * 3, "each version takes what the one before last has left"

@@ -3,9 +3,17 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
+#include <cstring>
+#include <deque>
 #include <fstream>
+#include <iterator>
+#include <mutex>
+#include <span>
 #include <string>
+
+#include "base/kept_memory.h"
 
 namespace persia {
 namespace {
@@ -21,6 +29,68 @@ struct Pages {
   }
   void* data;
   size_t size;
+};
+
+using Memory = std::span<std::byte>;
+
+// Freed memory that waits to be allocated again.
+class KeptMemory {
+ public:
+  // Never destroyed: stores may end after static objects.
+  static KeptMemory& Get() {
+    static auto* kept = new KeptMemory();
+    return *kept;
+  }
+
+  void Enable() { is_enabled_ = true; }
+
+  // False: the caller unmaps it.
+  bool Put(Memory memory) {
+    if (!is_enabled_) return false;
+    const std::lock_guard lock(mutex_);
+    kept_.push_back(memory);
+    num_bytes_ += memory.size();
+    return true;
+  }
+
+  // Zeroed; null where nothing of that size is kept.
+  std::byte* Take(size_t size) {
+    if (!is_enabled_) return nullptr;
+    std::byte* data = Find(size);
+    if (data != nullptr) std::memset(data, 0, size);
+    return data;
+  }
+
+  size_t num_bytes() {
+    const std::lock_guard lock(mutex_);
+    return num_bytes_;
+  }
+
+ private:
+  std::byte* Find(size_t size) {
+    const std::lock_guard lock(mutex_);
+    // From the newest on: of many blocks nearly all have one size.
+    const auto found = std::find_if(kept_.rbegin(), kept_.rend(),
+                                    [&](Memory memory) { return memory.size() == size; });
+    if (found != kept_.rend()) {
+      std::byte* data = found->data();
+      kept_.erase(std::next(found).base());
+      num_bytes_ -= size;
+      return data;
+    }
+    for (size_t unmapped = 0; unmapped < size && !kept_.empty(); kept_.pop_front()) {
+      const Memory oldest = kept_.front();
+      munmap(oldest.data(), oldest.size());
+      unmapped += oldest.size();
+      num_bytes_ -= oldest.size();
+    }
+    return nullptr;
+  }
+
+  std::atomic<bool> is_enabled_ = false;
+  std::mutex mutex_;
+  std::deque<Memory> kept_;
+  size_t num_bytes_ = 0;
 };
 
 std::byte* MapPages(size_t size, int flags) {
@@ -49,7 +119,10 @@ MappedMemory MappedMemory::AllocateSparse(size_t size) { return Map(size, MAP_NO
 MappedMemory MappedMemory::Map(size_t size, int flags) {
   size = (size + kPageBytes - 1) / kPageBytes * kPageBytes;
   const bool huge = size >= kHugePageBytes;
-  std::byte* data = huge ? MapAligned(size, kHugePageBytes, flags) : MapPages(size, flags);
+  std::byte* data = huge && flags == 0 ? KeptMemory::Get().Take(size) : nullptr;
+  if (data == nullptr) {
+    data = huge ? MapAligned(size, kHugePageBytes, flags) : MapPages(size, flags);
+  }
   if (data == nullptr) return {};
   // Advice only: where the system refuses, small pages do.
   if (huge) madvise(data, size, MADV_HUGEPAGE);
@@ -57,8 +130,14 @@ MappedMemory MappedMemory::Map(size_t size, int flags) {
 }
 
 MappedMemory::~MappedMemory() {
-  if (data_ != nullptr) munmap(data_, size_);
+  if (data_ == nullptr) return;
+  if (size_ >= kHugePageBytes && KeptMemory::Get().Put({data_, size_})) return;
+  munmap(data_, size_);
 }
+
+void KeepFreedMemory() { KeptMemory::Get().Enable(); }
+
+size_t KeptMemoryBytes() { return KeptMemory::Get().num_bytes(); }
 
 bool AllowsHugePages(const char* setting_file) {
   std::ifstream file(setting_file);

@@ -7,7 +7,9 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <utility>
 
+#include "base/kept_memory.h"
 #include "base/mapped_memory.h"
 
 namespace persia {
@@ -41,6 +43,40 @@ TEST(PageSizeTest, ReleasedPagesAreZeroAndTheirNeighboursStay) {
   EXPECT_EQ(ReleasePages(data + 100, kPage), 0u) << "no page is whole";
   std::memset(data, 2, kSize);
   EXPECT_EQ(std::count(data, data + kSize, std::byte{2}), kSize) << "used again";
+}
+
+// Last: memory is kept from here on.
+TEST(PageSizeTest, FreedMemoryIsKeptZeroedForTheSameSizeAndUnmappedForOthers) {
+  constexpr size_t kSize = MappedMemory::kHugePageBytes;
+  {
+    const MappedMemory freed = MappedMemory::Allocate(kSize);
+  }
+  EXPECT_EQ(KeptMemoryBytes(), 0u) << "not enabled yet";
+  KeepFreedMemory();
+  std::byte* data = nullptr;
+  {
+    MappedMemory freed = MappedMemory::Allocate(kSize);
+    data = freed.data();
+    std::memset(data, 1, kSize);
+    const MappedMemory moved = std::move(freed);
+  }
+  EXPECT_EQ(KeptMemoryBytes(), kSize);
+  {
+    const MappedMemory small = MappedMemory::Allocate(MappedMemory::kPageBytes);
+  }
+  {
+    const MappedMemory sparse = MappedMemory::AllocateSparse(MappedMemory::kPageBytes);
+  }
+  EXPECT_EQ(KeptMemoryBytes(), kSize);
+  {
+    const MappedMemory again = MappedMemory::Allocate(kSize);
+    EXPECT_EQ(again.data(), data);
+    EXPECT_EQ(std::count(data, data + kSize, std::byte{0}), kSize);
+    EXPECT_EQ(KeptMemoryBytes(), 0u);
+  }
+  const MappedMemory larger = MappedMemory::Allocate(2 * kSize);
+  ASSERT_NE(larger.data(), nullptr);
+  EXPECT_EQ(KeptMemoryBytes(), 0u) << "the process stays at its peak";
 }
 
 }  // namespace

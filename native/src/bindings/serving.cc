@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/kept_memory.h"
 #include "bindings/arrays.h"
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
@@ -353,6 +354,8 @@ void BindServing(py::module_& module) {
   BindCounts(module);
   BindDraws(module);
   BindFront(module);
+  module.def("keep_freed_memory", &KeepFreedMemory);
+  module.def("kept_memory_bytes", &KeptMemoryBytes);
 }
 
 }  // namespace persia::bindings

@@ -30,8 +30,8 @@ def serve(tmp_path: Path, trainer: PacketTrainer) -> Iterator[Callable[..., Serv
 
     def start(*, gate: Gate | None = None, **options: Any) -> ServedModel:
         follow = FollowOptions(
-            poll_s=0.02,
             **{
+                "poll_s": 0.02,
                 "num_tries": 3,
                 "packets": Location.of(tmp_path / "packets"),
                 "checkpoints": Location.of(tmp_path / "model"),

@@ -65,6 +65,13 @@ def test_every_answer_is_of_one_packet_while_requests_flow(trainer: PacketTraine
     assert status.step == position.number
 
 
+def test_a_packet_in_a_local_directory_is_not_waited_for(trainer: PacketTrainer, serve: Any) -> None:
+    model = serve(poll_s=3600.0)
+    for value in (2, 3):
+        reached(model, trainer.trained(value))
+    assert answer(model)[1] == [2.0 * 3**2]
+
+
 def test_rows_that_were_removed_and_cleared_are_gone(trainer: PacketTrainer, serve: Any) -> None:
     model = serve()
     trainer.clear()
