@@ -48,6 +48,13 @@ _QUICK_MODES = ("synchronous", "hybrid 8")
 )
 @click.option("--seeds", type=click.IntRange(1), default=5, show_default=True)
 @click.option(
+    "--ranks",
+    type=click.IntRange(1, 8),
+    default=1,
+    show_default=True,
+    help="They share the samples of a step. Several have no exact mode and no plain PyTorch.",
+)
+@click.option(
     "--delay",
     "delays",
     multiple=True,
@@ -84,6 +91,7 @@ def main(
     datasets: tuple[str, ...],
     names: tuple[str, ...],
     seeds: int,
+    ranks: int,
     delays: tuple[float, ...],
     adult_source: Path | None,
     kuairand: Path | None,
@@ -99,13 +107,15 @@ def main(
     console = Console()
     console.width = max(console.width, _WIDTH)
     chosen_modes = [mode for mode in MODES if mode.name in (names or (_QUICK_MODES if quick else names))]
-    chosen_modes = chosen_modes or list(MODES)
+    chosen_modes = chosen_modes or [mode for mode in MODES if ranks == 1 or not mode.is_exact]
+    if ranks > 1 and any(mode.is_exact for mode in chosen_modes):
+        raise click.UsageError(f"--ranks {ranks} with an exact mode: it trains one rank, leave either out")
     if quick:
         seeds, delays, output = 1, _QUICK_DELAYS_MS, output / "quick"
     if not report_only:
         chosen_data = _with_data(datasets, kuairand, console)
         sources = Sources(adult=output / "adult", kuairand=kuairand, max_rows=_QUICK_ROWS if quick else None)
-        runs = list(planned(chosen_data, chosen_modes, sorted(set(delays)), seeds))
+        runs = list(planned(chosen_data, chosen_modes, sorted(set(delays)), seeds, ranks))
         try:
             store = Store(output, {"max_rows": sources.max_rows})
             if "adult" in chosen_data:

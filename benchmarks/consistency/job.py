@@ -69,6 +69,7 @@ class _Example:
     embedding_config: str
     plain: str
     plain_arguments: Callable[[Run, Sources, Path], list[str]]  # beside the environment
+    batch_size: int  # of a step, of all ranks
     has_loader: bool  # else the rank has its batches from its own memory, and no step waits for one
 
     def path(self, name: str) -> str:
@@ -87,9 +88,12 @@ _SCRIPTS = {
         "config/embedding_config.yml",
         "reference.py",
         _reference_arguments,
+        batch_size=256,
         has_loader=False,
     ),
-    "kuairand": _Example("kuairand", "embedding_config.yml", "plain.py", lambda *_: [], has_loader=True),
+    "kuairand": _Example(
+        "kuairand", "embedding_config.yml", "plain.py", lambda *_: [], batch_size=32, has_loader=True
+    ),
 }
 
 
@@ -111,6 +115,7 @@ def run_job(run: Run, sources: Sources) -> dict[str, Any]:
             "SEED": str(run.seed),
             "CONSISTENCY": run.mode.consistency or "",
             "EMBEDDING_STALENESS": run.mode.staleness,
+            "BATCH_SIZE": str(example.batch_size // run.ranks),
             "ADULT_RECIPE": _ADULT_RECIPE,
             "ADULT_PREPARED_BATCHES": "1",
             "ADULT_EVALUATIONS": "1",  # those on the way would wait for updates
@@ -138,7 +143,7 @@ def _run_cluster(run: Run, example: _Example, settings: Mapping[str, str]) -> No
             _distant_worker(cluster, slots, run.delay_ms / 1000) as worker,
         ):
             loaders = [cluster.start_loader(example.path("data_loader.py"))] if example.has_loader else []
-            ranks = cluster.start_nn_worker(example.path("train.py"))
+            ranks = cluster.start_nn_worker(example.path("train.py"), nproc=run.ranks)
             for process in (ranks, *loaders):
                 if cluster.wait(process, _RUN_S) != 0:
                     raise StudyError(_failure(run, (process, worker, *cluster.processes)))

@@ -45,27 +45,37 @@ MODES = (
 
 @dataclass(frozen=True)
 class Run:
-    """One training: `delay_ms` is added to the round trip between NN worker and embedding worker."""
+    """One training: `delay_ms` is added to the round trip between NN worker and embedding worker.
+
+    Each of `ranks` has its part of the samples of a step, so steps are those of one rank.
+    """
 
     dataset: str
     mode: Mode
     delay_ms: float
     seed: int
+    ranks: int = 1
 
     @property
     def name(self) -> str:
         """Also the name of its file."""
         mode = self.mode.name.lower().replace(" ", "-")
-        return f"{self.dataset}.{mode}.{self.delay_ms:g}ms.seed{self.seed}"
+        ranks = "" if self.ranks == 1 else f".{self.ranks}ranks"
+        return f"{self.dataset}.{mode}.{self.delay_ms:g}ms.seed{self.seed}{ranks}"
 
 
 def planned(
-    datasets: Sequence[str], modes: Sequence[Mode], delays_ms: Sequence[float], num_seeds: int
+    datasets: Sequence[str],
+    modes: Sequence[Mode],
+    delays_ms: Sequence[float],
+    num_seeds: int,
+    ranks: int = 1,
 ) -> Iterator[Run]:
     """Modes change fastest: what is compared ran one after the other, while the machine was the same."""
     for dataset in datasets:
         for seed in range(num_seeds):
-            yield Run(dataset, PLAIN, 0.0, seed)
+            if ranks == 1:  # as plain PyTorch has
+                yield Run(dataset, PLAIN, 0.0, seed)
             for delay_ms in delays_ms:
                 for mode in modes:
-                    yield Run(dataset, mode, delay_ms, seed)
+                    yield Run(dataset, mode, delay_ms, seed, ranks)

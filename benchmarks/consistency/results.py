@@ -25,6 +25,7 @@ class Result:
     test_auc: float
     samples_per_second: float
     measured_staleness: float | None = None  # mean of the updates between lookup and update; None for plain
+    ranks: int = 1
 
     @staticmethod
     def of(run: Run, summary: Mapping[str, Any]) -> Result:
@@ -38,6 +39,7 @@ class Result:
             test_auc=float(summary["test_auc"]),
             samples_per_second=float(summary["samples_per_second"]),
             measured_staleness=None if staleness is None else float(staleness),
+            ranks=run.ranks,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dataset import DEFAULT_DIRECTORY
@@ -37,7 +37,8 @@ class Settings:
     consistency: as `TrainCtx` takes it; synchronous and asynchronous bound staleness themselves
         (CONSISTENCY).
     num_evaluations: on the test data, the last of them at the end (ADULT_EVALUATIONS).
-    recipe: batch size, passes and rates (ADULT_RECIPE, a name in RECIPES).
+    recipe: batch size, passes and rates (ADULT_RECIPE, a name in RECIPES). BATCH_SIZE replaces the batch
+        size of a rank, and the dense rate changes in proportion.
     prepared_batches: batches come from the rank's own memory, not from data loaders (ADULT_PREPARED_BATCHES).
     """
 
@@ -71,7 +72,9 @@ class Settings:
             checkpoint=os.environ.get("ADULT_CHECKPOINT") or get_resume_checkpoint(),
             consistency=consistency,
             num_evaluations=_whole_number("ADULT_EVALUATIONS", minimum=1) or 5,
-            recipe=_recipe(os.environ.get("ADULT_RECIPE") or "published"),
+            recipe=_recipe(
+                os.environ.get("ADULT_RECIPE") or "published", _whole_number("BATCH_SIZE", minimum=1)
+            ),
             prepared_batches=_switch("ADULT_PREPARED_BATCHES", default=False),
         )
 
@@ -83,10 +86,14 @@ def _staleness(consistency: str, reproducible: bool) -> int | None:
     return given or (1 if reproducible else DEFAULT_STALENESS)
 
 
-def _recipe(name: str) -> Recipe:
+def _recipe(name: str, batch_size: int | None) -> Recipe:
     if name not in RECIPES:
         raise SettingsError(f"ADULT_RECIPE is {name!r}: use one of {', '.join(RECIPES)}")
-    return RECIPES[name]
+    recipe = RECIPES[name]
+    if batch_size is None:
+        return recipe
+    dense_rate = recipe.dense_rate * batch_size / recipe.batch_size
+    return replace(recipe, batch_size=batch_size, dense_rate=dense_rate)
 
 
 def _switch(name: str, default: bool) -> bool:

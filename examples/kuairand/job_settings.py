@@ -31,6 +31,7 @@ class Settings:
     consistency: as `TrainCtx` takes it (CONSISTENCY).
     staleness: as `DataLoader` takes it (EMBEDDING_STALENESS); None is no bound.
     slots: the slots of the embeddings (PERSIA_EMBEDDING_CONFIG).
+    batch_size: of one rank (BATCH_SIZE).
     """
 
     data: Path
@@ -41,6 +42,12 @@ class Settings:
     consistency: str
     staleness: int | None
     slots: Path
+    batch_size: int
+
+    @property
+    def dense_rate(self) -> float:
+        """In proportion to the batch size."""
+        return DENSE_RATE * self.batch_size / BATCH_SIZE
 
     @staticmethod
     def from_environment() -> Settings:
@@ -59,6 +66,7 @@ class Settings:
             consistency=consistency,
             staleness=_staleness(consistency, reproducible),
             slots=Path(os.environ.get("PERSIA_EMBEDDING_CONFIG") or _HERE / "embedding_config.yml"),
+            batch_size=_number("BATCH_SIZE", BATCH_SIZE, minimum=1) or BATCH_SIZE,
         )
 
 

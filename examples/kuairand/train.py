@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 import clicks
 import data_loader
 from click_model import ClickModel
-from job_settings import DENSE_RATE, EMBEDDING_RATE, Settings
+from job_settings import EMBEDDING_RATE, Settings
 from outcome import Throughput, describe, write_summary
 from persia.ctx import TrainCtx, eval_ctx
 from persia.data import DataLoader, IterableDataset, StreamingDataset
@@ -43,13 +43,13 @@ class TestClicks(IterableDataset):
 
 
 def train(ctx: TrainCtx, loader: DataLoader) -> float:
-    """One pass; returns samples per second, until the last update is applied."""
+    """One pass; returns samples per second of all ranks, until the last update is applied."""
     throughput = Throughput()
     for batch in loader:
         logits, labels = ctx.forward(batch)
         assert labels is not None, "only inference has none"
         ctx.backward(binary_cross_entropy_with_logits(logits, labels[0]))
-        throughput.step(len(labels[0]))
+        throughput.step(len(labels[0]) * (get_world_size() or 1))
     ctx.wait_for_gradients()
     return throughput.overall()
 
@@ -73,7 +73,9 @@ def main() -> None:
     with TrainCtx(
         model=model,
         # One dense step averages a batch of every rank: the rate grows with what it averages.
-        dense_optimizer=torch.optim.Adam(model.parameters(), lr=DENSE_RATE * (get_world_size() or 1)),
+        dense_optimizer=torch.optim.Adam(
+            model.parameters(), lr=settings.dense_rate * (get_world_size() or 1)
+        ),
         embedding_optimizer=Adagrad(lr=EMBEDDING_RATE),
         mixed_precision=False,
         consistency=settings.consistency,

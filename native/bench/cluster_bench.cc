@@ -176,8 +176,14 @@ class Cluster {
     worker_ = Must(worker::EmbeddingWorker::Create(std::move(options), rows_));
     service_ = std::make_unique<worker::WorkerService>(worker_, net::Server::Options{});
     client_ = Must(RemoteClient::Create(1));
-    Require(client_->SetWorker(0, "127.0.0.1:" + std::to_string(Must(service_->Start()))));
+    const std::string address = "127.0.0.1:" + std::to_string(Must(service_->Start()));
+    Require(client_->SetWorker(0, address));
     Require(client_->Configure(Adagrad(), false, Soon()));
+    exact_ = Must(RemoteClient::Create(1));
+    Require(exact_->SetWorker(0, address));
+    Require(exact_->BeginExact(Must(ExactRows::Create(
+        worker::WorkerOptions{}.feature_index_prefix_bit, workload.slots, worker::kAllSlots))));
+    Require(exact_->Configure(Adagrad(), false, Soon()));
     for (const worker::SlotConfig& slot : workload.slots) {
       gradients_.push_back({.slot = slot.name,
                             .num_rows = kBatchSize,
@@ -200,7 +206,8 @@ class Cluster {
   // Of all channels, both ways, so far.
   uint64_t NumBytes() const {
     uint64_t num_bytes = 0;
-    for (const auto& all : {client_->channel_stats(), rows_->channel_stats()}) {
+    for (const auto& all :
+         {client_->channel_stats(), exact_->channel_stats(), rows_->channel_stats()}) {
       for (const net::ChannelStats& channel : all) {
         num_bytes += channel.metrics["num_sent_bytes"] + channel.metrics["num_received_bytes"];
       }
@@ -211,6 +218,17 @@ class Cluster {
     const auto& message = workload_.messages[number % kBatches];
     const LookupResult result = Must(client_->LookupDirect(0, message, true, Soon()));
     Check(Must(client_->ReturnGradients(result.reference, 1.0f, gradients_, Soon())));
+  }
+  // consistency="exact": the lock is the thread of the loop.
+  void TrainExactly(size_t number) {
+    const auto& message = workload_.messages[number % kBatches];
+    const BatchReference batch = Must(exact_->LookupWhole({}, message, Soon())).reference;
+    {
+      const std::lock_guard lock(loop_);
+      Must(exact_->PoolExact(batch));
+      Require(exact_->ApplyExact(batch, 1.0f, gradients_));
+    }
+    Check(Must(exact_->ReturnGradients(batch, 1.0f, gradients_, Soon())));
   }
 
  private:
@@ -235,6 +253,8 @@ class Cluster {
   std::shared_ptr<worker::EmbeddingWorker> worker_;
   std::unique_ptr<worker::WorkerService> service_;
   std::shared_ptr<RemoteClient> client_;
+  std::shared_ptr<RemoteClient> exact_;
+  std::mutex loop_;
   std::vector<SlotGradient> gradients_;
 };
 
@@ -321,14 +341,15 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void PrintBytes(Cluster* cluster) {
-  const uint64_t before = cluster->NumBytes();
-  for (size_t number = 0; number < kBatches; ++number) cluster->TrainRemotely(number);
-  std::printf("MB/batch between client, worker and servers: %.2f\n",
-              static_cast<double>(cluster->NumBytes() - before) / kBatches * 1e-6);
+void PrintBytes(const Cluster& cluster, const Side& side) {
+  const uint64_t before = cluster.NumBytes();
+  Train(3 * kBatches, side);
+  std::printf("MB/batch between client, worker and servers, %s, %u in flight: %.2f\n",
+              side.name.c_str(), side.in_flight,
+              static_cast<double>(cluster.NumBytes() - before) / (3 * kBatches) * 1e-6);
 }
 
-// Worker called directly, and over a client, with 1, 2 and 4 batches in flight.
+// Worker called directly, over a client, and by exact mode, with 1, 2 and 4 batches in flight.
 void AddSides(const std::string& prefix, Cluster& cluster, std::vector<Side>* sides) {
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides->push_back({prefix + "worker", in_flight, [&](size_t n) { cluster.TrainInProcess(n); }});
@@ -336,6 +357,9 @@ void AddSides(const std::string& prefix, Cluster& cluster, std::vector<Side>* si
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides->push_back(
         {prefix + "client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
+  }
+  for (const uint32_t in_flight : {1, 2, 4}) {
+    sides->push_back({prefix + "exact", in_flight, [&](size_t n) { cluster.TrainExactly(n); }});
   }
 }
 
@@ -362,7 +386,10 @@ void Run(int rounds, const Workload& workload, size_t only, const char* certific
     encrypted = MakeTlsCluster(workload, certificate, key);
     AddSides("TLS: ", *encrypted, &sides);
   }
-  PrintBytes(&cluster);
+  PrintBytes(cluster, {"hybrid", 1, [&](size_t n) { cluster.TrainRemotely(n); }});
+  for (const uint32_t in_flight : {1, 4, 8}) {
+    PrintBytes(cluster, {"exact", in_flight, [&](size_t n) { cluster.TrainExactly(n); }});
+  }
   BarePool bare(BytesOf(workload));
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides.push_back({"bare sockets", in_flight, [&](size_t) { bare.Train(); }});

@@ -308,6 +308,12 @@ class Checkpoints:
         if isinstance(self._operation, DumpOperation):
             self._wait()
 
+    @property
+    def is_loading(self) -> bool:
+        """A load in the background replaces rows."""
+        result = self._result
+        return isinstance(self._operation, LoadOperation) and result is not None and not result.done()
+
     def wait_for_load(self) -> None:
         """Returns once the load in the background is complete; raises its error, once."""
         if isinstance(self._operation, LoadOperation):

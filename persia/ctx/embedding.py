@@ -281,7 +281,8 @@ class EmbeddingCtx(CheckpointMethods, BaseCtx):
     def __enter__(self) -> Self:
         outer = current_context(BatchPipeline)
         if outer is not None and outer.runtime is self.runtime:
-            outer.wait_for_gradients()
+            with self._closed_on_error():
+                outer.wait_for_gradients()
         return super().__enter__()
 
     def __exit__(

@@ -110,6 +110,10 @@ class BatchPipeline:
         self._step = step
         self.consistency, self.around_stream = consistency, around_stream
         if consistency is Consistency.EXACT:
+            if self.runtime.checkpoints.is_loading:
+                raise FailedPreconditionError(
+                    "consistency='exact' while another context loads rows: call its wait_for_load_embedding()"
+                )
             slots = self.runtime.slots or read_slots(None)
             self.exact = ExactCalls.begin(self.backend, slots, self.world_size, self.device)
             self.asked_for_exact = True

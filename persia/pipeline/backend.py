@@ -144,6 +144,9 @@ class EmbeddingBackend:
         # In a cluster: RemoteClient::ReturnGradients (native/src/client/remote_client.cc).
         return self._client.return_gradients(reference, gradients, scale=scale, timeout_s=self._deadline_s)
 
+    def forget(self, reference: BatchReference) -> None:
+        """The batch gets no call any more: its worker lets it expire, if it holds it."""
+
     def release(self, reference: BatchReference) -> None:
         """Gives a batch up without gradients."""
         self._client.release(reference, timeout_s=self._deadline_s)
@@ -294,6 +297,9 @@ class ClusterBackend(EmbeddingBackend):
             raise
         finally:
             self._held.forget(reference)  # an error is final: gradients are not sent again
+
+    def forget(self, reference: BatchReference) -> None:
+        self._held.forget(reference)
 
     def release(self, reference: BatchReference) -> None:
         current = self._held.forget(reference)

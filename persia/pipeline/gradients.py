@@ -323,6 +323,7 @@ class GradientSender:
         self.counters.add(gradients_submitted=num_submitted, batches_failed=1)
         if self._exact is not None:  # its rows would stay held, which no other exact context can begin with
             self._exact.drop(lease.reference)
+        self._backend.forget(lease.reference)
         raise failure
 
     def _forget(self, lease: BatchLease) -> None:
@@ -353,7 +354,8 @@ class GradientSender:
             self._wait_acknowledged(deadline_s)
         except DeadlineExceededError:
             # What is queued would only fail later, batch by batch. Threads in a call stay behind as daemons.
-            self._queue.drain()
+            for item in self._queue.drain():
+                self._backend.forget(item.lease.reference)
             raise
         for thread in self._threads:
             thread.join(deadline.left_s() + 1.0)  # nothing is left to do for them
@@ -410,6 +412,7 @@ class GradientSender:
         with self._changed:
             self._unacknowledged.discard(lease)
             if failure is not None:
+                self._backend.forget(lease.reference)  # it may have failed before its call
                 self.counters.add(batches_failed=1)
                 first = self._failure is None
                 self._failure = self._failure or failure

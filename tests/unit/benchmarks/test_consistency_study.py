@@ -57,6 +57,19 @@ def test_hybrid_may_be_a_thousandth_below_synchronous(auc: float, kept: bool) ->
     assert judged(results, "hybrid 8", "of synchronous").kept is kept
 
 
+@pytest.mark.parametrize(("auc", "kept"), [(0.89481, True), (0.89479, False)])
+def test_several_ranks_may_be_below_synchronous_by_its_spread(auc: float, kept: bool) -> None:
+    results = study({"synchronous": 0.8950, "hybrid 64": auc}, {})  # the spread is 0.0002
+    verdict = judged([replace(one, ranks=2) for one in results], "hybrid 64", "within 0.0002 of synchronous")
+    assert verdict.kept is kept
+
+
+def test_runs_of_several_ranks_have_their_own_names() -> None:
+    one, two = ({run.name for run in planned(["adult"], MODES[:2], [0.0], 1, ranks)} for ranks in (1, 2))
+    assert len(two) == 2  # plain PyTorch has one process
+    assert not one & two
+
+
 def test_the_delay_where_it_is_worst_counts() -> None:
     results = study({"synchronous": 0.8950, "hybrid 8": 0.8950}, {})
     late = [replace(one, test_auc=0.8) if one.mode == "hybrid 8" and one.delay_ms else one for one in results]

@@ -230,14 +230,15 @@ def test_an_update_that_is_refused_leaves_no_row_held(
         train(ctx, new_batch(2))
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise UnavailableError("no worker")
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_after_a_lost_update_a_new_context_trains(
     exact_ctx: Any, cluster: ClusterBackend, new_batch: Any, monkeypatch: pytest.MonkeyPatch, nested: bool
 ) -> None:
     """`nested`: the contexts share a runtime."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UnavailableError("no worker")
 
     def run() -> None:
         with exact_ctx() as ctx:
@@ -276,6 +277,43 @@ def test_an_exact_context_does_not_begin_under_batches_of_another(
             assert cluster.num_exact == 1
             train(ctx, new_batch(2))
         assert cluster.num_exact == 0
+
+
+def test_an_exact_context_begins_after_another_one_lost_an_update(
+    exact_ctx: Any, cluster: ClusterBackend, new_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run() -> None:
+        with exact_ctx(consistency="hybrid") as ctx:
+            ahead = ctx.get_embedding_from_data(new_batch(1))
+            with monkeypatch.context() as patched:
+                patched.setattr(ClusterBackend, "_call_holder", refuse)
+                train(ctx, new_batch(0))
+                with pytest.raises(UnavailableError):
+                    ctx.wait_for_gradients()
+            with pytest.raises(UnavailableError, match="no worker"), exact_ctx(consistency="hybrid"):
+                pass  # it does not begin, and leaves no thread
+            sender_of(ctx).submit(lease_of(ahead), [("a", None), ("b", None)], scale=1.0)
+
+    with eval_ctx(backend=cluster, slots=SLOTS):
+        with pytest.raises(UnavailableError, match="no worker"):
+            run()
+        with exact_ctx() as ctx:
+            train(ctx, new_batch(2))
+
+
+def test_an_exact_context_does_not_begin_while_rows_are_loaded_in_the_background(
+    make_ctx: Callable[..., TrainCtx], checkpoint: Path, new_batch: Any
+) -> None:
+    may_load = threading.Event()
+    with make_ctx() as outer:
+        outer.runtime.checkpoints._thread.submit(lambda: may_load.wait(60))
+        outer.load_embedding(checkpoint, blocking=False)
+        with pytest.raises(FailedPreconditionError, match="another context loads rows: call its wait"):
+            make_ctx(consistency="exact")
+        may_load.set()
+        outer.wait_for_load_embedding()
+        with make_ctx(consistency="exact") as ctx:
+            train(ctx, new_batch(0))
 
 
 def test_a_batch_of_another_device_is_refused_if_it_is_trained(

@@ -31,6 +31,9 @@ class FakeBackend:
 
     slot_modes = ("",)
 
+    def forget(self, reference: BatchReference) -> None:
+        pass
+
     def configure(self, config: Any, *, replace: bool = False) -> None:
         pass
 

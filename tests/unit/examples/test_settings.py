@@ -10,7 +10,7 @@ from recipes import PUBLISHED, TUNED
 from settings import DEFAULT_SEED, DEFAULT_STALENESS, Settings, SettingsError
 
 NAMES = ("ADULT_DATA", "ADULT_OUTPUT", "SEED", "REPRODUCIBLE", "EMBEDDING_STALENESS", "ENABLE_CUDA")
-MODE_NAMES = ("CONSISTENCY", "ADULT_EVALUATIONS", "ADULT_RECIPE", "ADULT_PREPARED_BATCHES")
+MODE_NAMES = ("CONSISTENCY", "ADULT_EVALUATIONS", "ADULT_RECIPE", "ADULT_PREPARED_BATCHES", "BATCH_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +71,10 @@ def test_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ADULT_PREPARED_BATCHES", "1")
     settings = Settings.from_environment()
     assert (settings.recipe, settings.prepared_batches) == (TUNED, True)
+    monkeypatch.setenv("BATCH_SIZE", "64")
+    recipe = Settings.from_environment().recipe
+    assert (recipe.batch_size, recipe.dense_rate) == (64, TUNED.dense_rate / 4)
+    assert recipe.num_passes == TUNED.num_passes
 
 
 @pytest.mark.parametrize(
