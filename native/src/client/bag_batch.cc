@@ -85,6 +85,21 @@ void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride)
   }
 }
 
+bool GroupBatch::HasFactors() const {
+  return std::ranges::any_of(planned(), [](const Slot& slot) {
+    return slot.bags.scaling != worker::Scaling::kNone || !slot.bags.weights.empty();
+  });
+}
+
+void GroupBatch::AddGradients(const float* gradients, size_t stride, float* sums) const {
+  for (const Slot& slot : planned()) {
+    const worker::Bags& bags = slot.bags;
+    simd::ActiveKernels().add_bags(sums, gradients + slot.column, stride, bags.numbers.data(),
+                                   bags.offsets.empty() ? nullptr : bags.offsets.data(),
+                                   bags.rows_per_offset, bags.num_bags, bags.dim);
+  }
+}
+
 // Gradients of the group's slots are in one matrix, each in its slot's columns.
 void GroupBatch::BuildSums(const float* gradients, size_t stride,
                            worker::GradientSums* sums) const {

@@ -82,6 +82,10 @@ class GroupBatch {
   // Requires that each of rows().values is set, to a row or to zeros. Writes every element of the
   // group's columns and no other.
   void Pool(const store::RowFormat& format, float* out, size_t stride) const;
+  // Whether some row's gradients are multiplied by a weight or a scaling before they are added.
+  bool HasFactors() const;
+  // Without factors: adds each bag's gradient to the sums of its rows, by number, dim floats each.
+  void AddGradients(const float* gradients, size_t stride, float* sums) const;
   // Fills `sums` with the gradients of the group's signs.
   // `gradients` must stay until the sums have been read: they hold pointers into it.
   void BuildSums(const float* gradients, size_t stride, worker::GradientSums* sums) const;
