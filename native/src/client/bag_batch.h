@@ -123,6 +123,11 @@ class GroupBatch {
   std::vector<uint32_t> missing_;
 };
 
+// Updates the rows of one group, or of single-valued groups whose columns are adjacent.
+// `gradients`: the batch's, of all columns.
+void UpdateGroups(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
+                  store::InPlaceRows* store, store::UpdateReport* report);
+
 // Pools slots for inference without numbering their IDs: frequent IDs are found in `recent`, the
 // group's, which costs less than a hash table of the batch's distinct IDs. IDs without a row are
 // read from `zeros`, as many as the greatest dim. Bits are those of GroupBatch::Pool().
