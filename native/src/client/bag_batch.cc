@@ -1,8 +1,106 @@
 #include "client/bag_batch.h"
 
 #include <algorithm>
+#include <array>
+
+#include "simd/kernels.h"
 
 namespace persia::client {
+namespace {
+
+using store::InPlaceRows;
+using store::SignRows;
+using store::UpdateReport;
+
+constexpr size_t kUpdateBlock = 128;
+
+// Leaves every number as it is when it is added.
+constexpr float kNothing = -0.0f;
+
+SignRows Block(const SignRows& rows, size_t begin, size_t count) {
+  return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
+          rows.values.subspan(begin, count)};
+}
+
+// Applies sum_of(number, place) to a group's rows, some tens at a time; `place` is its place among
+// those. touch(number) brings what sum_of() reads into the cache.
+template <typename TouchParts, typename SumOf>
+void UpdateRows(const SignRows& rows, InPlaceRows* store, TouchParts touch, SumOf sum_of,
+                UpdateReport* report) {
+  std::array<const float*, kUpdateBlock> sums;
+  for (size_t begin = 0; begin < rows.signs.size(); begin += kUpdateBlock) {
+    const size_t count = std::min(kUpdateBlock, rows.signs.size() - begin);
+    store->Locate(Block(rows, begin, count));
+    for (size_t i = 0; i < count; ++i) touch(begin + i);
+    for (size_t i = 0; i < count; ++i) sums[i] = sum_of(begin + i, i);
+    store->Update(Block(rows, begin, count), std::span(sums).first(count), report);
+  }
+}
+
+// A group whose gradients have factors: each row's gradients are gathered from wherever they lie
+// and summed in registers.
+void UpdateScaled(const GroupBatch& group, const float* gradients, size_t stride,
+                  InPlaceRows* store, UpdateReport* report) {
+  thread_local worker::GradientSums sums;
+  thread_local std::vector<float> memory;
+  const size_t dim = group.rows().dim;
+  if (memory.size() < kUpdateBlock * dim) memory.resize(kUpdateBlock * dim);
+  group.BuildSums(gradients, stride, &sums);
+  UpdateRows(
+      group.rows(), store,
+      [&](size_t number) { sums.Prefetch(static_cast<uint32_t>(number), dim); },
+      [&](size_t number, size_t place) {
+        float* sum = memory.data() + place * dim;
+        sums.Sum(static_cast<uint32_t>(number), dim, sum);
+        return sum;
+      },
+      report);
+}
+
+// A group's gradients are read once, from front to back, and added to the sums of their rows. To
+// order them by row first takes longer.
+void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride, InPlaceRows* store,
+                 UpdateReport* report) {
+  if (group.HasFactors()) return UpdateScaled(group, gradients, stride, store, report);
+  thread_local std::vector<float> memory;
+  const size_t dim = group.rows().dim;
+  memory.assign(group.rows().signs.size() * dim, kNothing);
+  const float* const sums = memory.data();
+  group.AddGradients(gradients, stride, memory.data());
+  UpdateRows(
+      group.rows(), store, [](size_t) {},
+      [=](size_t number, size_t) { return sums + number * dim; }, report);
+}
+
+// Single-valued groups whose columns follow one another: the gradient is read once, from front to
+// back, and added to the sums of all their rows. Wide rows gain most: a slot by itself would touch
+// another page of the gradient for every sample.
+void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
+                  InPlaceRows* store, UpdateReport* report) {
+  thread_local std::vector<float> memory;
+  thread_local std::vector<simd::ColumnSums> columns;
+  size_t num_floats = 0;
+  for (const GroupBatch& group : groups) num_floats += group.rows().signs.size() * group.rows().dim;
+  memory.assign(num_floats, kNothing);
+  columns.clear();
+  float* next = memory.data();
+  for (const GroupBatch& group : groups) {
+    columns.push_back({next, group.numbers().data(), group.rows().dim});
+    next += group.rows().signs.size() * group.rows().dim;
+  }
+  simd::ActiveKernels().add_columns(gradients + groups[0].column(), stride, columns.data(),
+                                    columns.size(), groups[0].numbers().size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const float* sums = columns[i].sums;
+    const size_t dim = columns[i].n;
+    UpdateRows(
+        groups[i].rows(), store, [](size_t) {},
+        [=](size_t number, size_t) { return sums + number * dim; }, report);
+  }
+}
+
+}  // namespace
+
 void GroupBatch::Plan(std::span<const SlotInput> inputs, const worker::SlotTable& slots,
                       worker::UniqueKeys* keys, store::RowArray* array) {
   num_slots_ = inputs.size();
@@ -85,6 +183,21 @@ void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride)
   }
 }
 
+bool GroupBatch::HasFactors() const {
+  return std::ranges::any_of(planned(), [](const Slot& slot) {
+    return slot.bags.scaling != worker::Scaling::kNone || !slot.bags.weights.empty();
+  });
+}
+
+void GroupBatch::AddGradients(const float* gradients, size_t stride, float* sums) const {
+  for (const Slot& slot : planned()) {
+    const worker::Bags& bags = slot.bags;
+    simd::ActiveKernels().add_bags(sums, gradients + slot.column, stride, bags.numbers.data(),
+                                   bags.offsets.empty() ? nullptr : bags.offsets.data(),
+                                   bags.rows_per_offset, bags.num_bags, bags.dim);
+  }
+}
+
 // Gradients of the group's slots are in one matrix, each in its slot's columns.
 void GroupBatch::BuildSums(const float* gradients, size_t stride,
                            worker::GradientSums* sums) const {
@@ -97,6 +210,12 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
     parts.push_back({gradients + slot.column, stride});
   }
   sums->Build(bags, parts, 1.0f, static_cast<uint32_t>(rows_.signs.size()));
+}
+
+void UpdateGroups(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
+                  InPlaceRows* store, UpdateReport* report) {
+  groups[0].IsSingle() ? UpdateSingle(groups, gradients, stride, store, report)
+                       : UpdateGroup(groups[0], gradients, stride, store, report);
 }
 
 void UnnumberedPooling::Find(const worker::SlotConfig& slot, std::span<const uint64_t> ids,

@@ -82,6 +82,10 @@ class GroupBatch {
   // Requires that each of rows().values is set, to a row or to zeros. Writes every element of the
   // group's columns and no other.
   void Pool(const store::RowFormat& format, float* out, size_t stride) const;
+  // Whether some row's gradients are multiplied by a weight or a scaling before they are added.
+  bool HasFactors() const;
+  // Without factors: adds each bag's gradient to the sums of its rows, by number, dim floats each.
+  void AddGradients(const float* gradients, size_t stride, float* sums) const;
   // Fills `sums` with the gradients of the group's signs.
   // `gradients` must stay until the sums have been read: they hold pointers into it.
   void BuildSums(const float* gradients, size_t stride, worker::GradientSums* sums) const;
@@ -118,6 +122,11 @@ class GroupBatch {
   store::SignRows rows_;
   std::vector<uint32_t> missing_;
 };
+
+// Updates the rows of one group, or of single-valued groups whose columns are adjacent.
+// `gradients`: the batch's, of all columns.
+void UpdateGroups(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
+                  store::InPlaceRows* store, store::UpdateReport* report);
 
 // Pools slots for inference without numbering their IDs: frequent IDs are found in `recent`, the
 // group's, which costs less than a hash table of the batch's distinct IDs. IDs without a row are

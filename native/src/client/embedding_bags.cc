@@ -1,9 +1,9 @@
 #include "client/embedding_bags.h"
 
 #include <algorithm>
-#include <array>
 #include <limits>
 #include <numeric>
+#include <ranges>
 #include <string>
 #include <utility>
 
@@ -16,10 +16,7 @@ using store::InPlaceRows;
 using store::LookupMode;
 using store::LookupReport;
 using store::MissingRow;
-using store::SignRows;
 using store::UpdateReport;
-
-constexpr size_t kUpdateBlock = 128;
 
 // Of one slot of a batch; a group's slots together must stay below 2^32 too.
 constexpr uint64_t kMaxSigns = uint64_t{1} << 28;
@@ -68,74 +65,6 @@ std::vector<store::RowArraySpec> ArraysOf(const worker::SlotTable& slots) {
     arrays.push_back({slot.index_prefix, slot.num_array_ids, slot.dim});
   }
   return arrays;
-}
-
-SignRows Block(const SignRows& rows, size_t begin, size_t count) {
-  return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
-          rows.values.subspan(begin, count)};
-}
-
-// Applies sum_of(number, place) to a group's rows, some tens at a time; `place` is its place among
-// those. touch(number) brings what sum_of() reads into the cache.
-template <typename TouchParts, typename SumOf>
-void UpdateRows(const SignRows& rows, InPlaceRows* store, TouchParts touch, SumOf sum_of,
-                UpdateReport* report) {
-  std::array<const float*, kUpdateBlock> sums;
-  for (size_t begin = 0; begin < rows.signs.size(); begin += kUpdateBlock) {
-    const size_t count = std::min(kUpdateBlock, rows.signs.size() - begin);
-    store->Locate(Block(rows, begin, count));
-    for (size_t i = 0; i < count; ++i) touch(begin + i);
-    for (size_t i = 0; i < count; ++i) sums[i] = sum_of(begin + i, i);
-    store->Update(Block(rows, begin, count), std::span(sums).first(count), report);
-  }
-}
-
-// A group by itself: each row's gradients are gathered from wherever they lie and summed in
-// registers.
-void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride, InPlaceRows* store,
-                 UpdateReport* report) {
-  thread_local worker::GradientSums sums;
-  thread_local std::vector<float> memory;
-  const size_t dim = group.rows().dim;
-  if (memory.size() < kUpdateBlock * dim) memory.resize(kUpdateBlock * dim);
-  group.BuildSums(gradients, stride, &sums);
-  UpdateRows(
-      group.rows(), store,
-      [&](size_t number) { sums.Prefetch(static_cast<uint32_t>(number), dim); },
-      [&](size_t number, size_t place) {
-        float* sum = memory.data() + place * dim;
-        sums.Sum(static_cast<uint32_t>(number), dim, sum);
-        return sum;
-      },
-      report);
-}
-
-// Single-valued groups whose columns follow one another: the gradient is read once, from front to
-// back, and added to the sums of all their rows. Wide rows gain most: a slot by itself would touch
-// another page of the gradient for every sample.
-void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
-                  InPlaceRows* store, UpdateReport* report) {
-  thread_local std::vector<float> memory;
-  thread_local std::vector<simd::ColumnSums> columns;
-  size_t num_floats = 0;
-  for (const GroupBatch& group : groups) num_floats += group.rows().signs.size() * group.rows().dim;
-  // Minus zero is what leaves every number as it is when it is added.
-  memory.assign(num_floats, -0.0f);
-  columns.clear();
-  float* next = memory.data();
-  for (const GroupBatch& group : groups) {
-    columns.push_back({next, group.numbers().data(), group.rows().dim});
-    next += group.rows().signs.size() * group.rows().dim;
-  }
-  simd::ActiveKernels().add_columns(gradients + groups[0].column(), stride, columns.data(),
-                                    columns.size(), groups[0].numbers().size());
-  for (size_t i = 0; i < groups.size(); ++i) {
-    const float* sums = columns[i].sums;
-    const size_t dim = columns[i].n;
-    UpdateRows(
-        groups[i].rows(), store, [](size_t) {},
-        [=](size_t number, size_t) { return sums + number * dim; }, report);
-  }
 }
 
 // What is asked of a group, before and after it is planned.
@@ -337,30 +266,40 @@ StatusOr<PooledBags> EmbeddingBags::Lookup(std::span<const uint64_t> values,
   batch->batch_size = pooled.batch_size;
   batch->num_ids = values.size();
   batch->groups.resize(num_groups_);
-  // A unit that has all its rows is pooled at once, while they are in the cache.
-  std::vector<uint8_t> is_pooled(units_.size(), 0);
+  // A run that has all its rows is pooled at once, while its numbers are in the cache.
+  std::vector<std::vector<WorkRun>> unpooled(units_.size());
   for_each_unit([&](size_t u) {
-    bool has_missing = false;
-    for (size_t i = units_[u].begin; i < units_[u].end; ++i) {
-      thread_local worker::UniqueKeys keys;
-      GroupBatch& group = batch->groups[i];
-      store::RowArray* const array = store.ArrayOf(inputs_[i][0].slot->index_prefix);
-      group.Plan(inputs_[i], slots_, &keys, array);
-      array != nullptr ? store.FindInArray(array, group.rows(), group.missing())
-                       : store.Find(group.rows(), zeros_.data(), group.missing());
-      has_missing |= !group.missing()->empty();
-    }
-    is_pooled[u] = !has_missing;
-    if (is_pooled[u]) Pool(*batch, units_[u], out);
+    const auto plan = [&](std::span<const SlotInputs> inputs) {
+      const auto first = static_cast<size_t>(inputs.data() - inputs_.data());
+      const WorkRun run = {first, first + inputs.size()};
+      PlanRun(run, store, batch.get()) ? Pool(*batch, run, out) : unpooled[u].push_back(run);
+    };
+    ForEachRun(std::span<const SlotInputs>(inputs_).subspan(units_[u].begin,
+                                                            units_[u].end - units_[u].begin),
+               plan, [&](const SlotInputs& inputs) { plan({&inputs, 1}); });
   });
   PERSIA_RETURN_IF_ERROR(InsertMissing(batch.get(), &store));
   for_each_unit([&](size_t u) {
-    if (!is_pooled[u]) Pool(*batch, units_[u], out);
+    for (const WorkRun run : unpooled[u]) Pool(*batch, run, out);
   });
   DivideGroups(*batch);
   batch->removals = store.Removals();
   pooled.batch = std::move(batch);
   return pooled;
+}
+
+bool EmbeddingBags::PlanRun(WorkRun run, const InPlaceRows& store, BagBatch* batch) const {
+  thread_local worker::UniqueKeys keys;
+  bool has_all = true;
+  for (size_t i = run.begin; i < run.end; ++i) {
+    GroupBatch& group = batch->groups[i];
+    store::RowArray* const array = store.ArrayOf(inputs_[i][0].slot->index_prefix);
+    group.Plan(inputs_[i], slots_, &keys, array);
+    array != nullptr ? store.FindInArray(array, group.rows(), group.missing())
+                     : store.Find(group.rows(), zeros_.data(), group.missing());
+    has_all &= group.missing()->empty();
+  }
+  return has_all;
 }
 
 void EmbeddingBags::For(bool uses_threads, size_t count, const std::function<void(size_t)>& body) {
@@ -432,11 +371,15 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
   batch.is_updated = true;
   std::vector<UpdateReport> reports(units_.size());
   For(batch.num_ids >= kMinIdsForThreads, units_.size(), [&](size_t u) {
-    const float* all = gradients.data();
+    thread_local std::vector<std::span<const GroupBatch>> runs;
+    runs.clear();
     ForEachRun(
-        GroupsOf(batch, units_[u]),
-        [&](auto groups) { UpdateSingle(groups, all, num_columns_, &store, &reports[u]); },
-        [&](const auto& group) { UpdateGroup(group, all, num_columns_, &store, &reports[u]); });
+        GroupsOf(batch, units_[u]), [](auto groups) { runs.push_back(groups); },
+        [](const GroupBatch& group) { runs.push_back({&group, 1}); });
+    // Backwards: the rows that were pooled last are still in the cache.
+    for (const auto groups : std::ranges::reverse_view(runs)) {
+      UpdateGroups(groups, gradients.data(), num_columns_, &store, &reports[u]);
+    }
   });
   UpdateReport total;
   for (const UpdateReport& report : reports) {

@@ -111,6 +111,8 @@ class EmbeddingBags {
   size_t NumUnits() const;
   // Into units_, for the next batch.
   void DivideGroups(const BagBatch& batch);
+  // Numbers the IDs of groups and finds their rows. False: some have none.
+  bool PlanRun(WorkRun run, const store::InPlaceRows& store, BagBatch* batch) const;
   // body(i) for each i below `count`, on all threads or on this one.
   void For(bool uses_threads, size_t count, const std::function<void(size_t)>& body);
   static std::span<const GroupBatch> GroupsOf(const BagBatch& batch, Unit unit);

@@ -125,6 +125,11 @@ struct Kernels {
 
   // The kernel of a validated config; optimizers.inc has the formulas.
   UpdateRows (*optimizer)(const OptimizerConfig& config);
+
+  // The way back of Pooling::sum_bags: bag b's n values, at values + b * stride, are added to row
+  // numbers[i] of `sums`, whose rows lie n apart, for each i that sum_bags would read.
+  void (*add_bags)(float* sums, const float* values, size_t stride, const uint32_t* numbers,
+                   const uint32_t* offsets, size_t rows_per_offset, size_t num_bags, size_t n);
 };
 
 enum class Isa : uint8_t { kScalar, kAvx2, kAvx512, kNeon };

@@ -114,12 +114,16 @@ void InPlaceRows::Find(const SignRows& rows, const float* zeros,
       });
 }
 
-// States are near: the IDs have just been numbered. Values are the same before and after a row is
-// inserted.
+// States are asked for ahead: numbering has read more of them than the nearest cache holds. Values
+// are the same before and after a row is inserted.
 void InPlaceRows::FindInArray(RowArray* array, const SignRows& rows,
                               std::vector<uint32_t>* missing) const {
   const auto num_shards = static_cast<uint32_t>(shards_.size());
+  constexpr size_t kAhead = 24;
   for (size_t i = 0; i < rows.signs.size(); ++i) {
+    if (i + kAhead < rows.signs.size()) {
+      __builtin_prefetch(&array->IdStateOf(array->IdOf(rows.signs[i + kAhead])), 1);
+    }
     const uint64_t key = SignKey(rows.signs[i]), id = array->IdOf(rows.signs[i]);
     RowArray::IdState& state = array->IdStateOf(id);
     rows.handles[i] = {ShardOfKey(key, num_shards), array->CellOf(id)};
