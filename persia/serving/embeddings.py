@@ -6,7 +6,9 @@ rows by the parameter servers that have been asked (`persia-launcher status`, th
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 from persia import env
 from persia._native import EmbeddedClient, LookupResult
@@ -19,7 +21,13 @@ from persia.job.inference import RemoteRows
 from persia.job.runtime import local_share
 from persia.packets.applier import PacketApplier, clear_rows
 
+if TYPE_CHECKING:
+    from persia._native import StoreStats
+
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
+
+_sharing = threading.Lock()
+_shared: WeakValueDictionary[str, EmbeddedRows] = WeakValueDictionary()  # of all models of this process
 
 
 class EmbeddingSource(Protocol):
@@ -62,6 +70,20 @@ class EmbeddedRows:
             peer = LocalPeer(CheckpointService(share))
             checkpoints = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
             checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
+
+    @classmethod
+    def shared(cls, source: Source, slots: SlotsConfig) -> EmbeddedRows:
+        """The same copy for the same rows, as long as it is in use. So nothing may change them."""
+        # Checksums cover the content of the files, in which folder they ever are.
+        key = repr((source.manifest.embeddings, slots))
+        with _sharing:  # also while they are loaded: a second copy must not begin meanwhile
+            rows = _shared.get(key)
+            if rows is None:
+                rows = _shared[key] = cls(source, slots)
+            return rows
+
+    def stats(self) -> StoreStats:
+        return self._client.store.stats()
 
     def lookup(self, id_features: bytes) -> LookupResult:
         """Looks up the wire format's "ID features". InvalidArgumentError names the slot."""

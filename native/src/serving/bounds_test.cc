@@ -327,12 +327,12 @@ TEST_F(BoundsTest, WhatTheServerRefusesIsCountedSo) {
 
 // Python chooses the queue, which need not be the one that is full.
 TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
-  Start();
+  Start({}, {{.name = "m", .queue = queue_, .counts = counts_},
+             {.name = "n", .queue = queue_, .counts = counts_}});
   Client client(port_);
   for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
   ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 4; }));
-  front_->SetInputs(nullptr);
-  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "n"));
   front_->Finish(Begun(), GrpcCode::kOk, "");
   EXPECT_EQ(client.End(id).status, "0");
 }

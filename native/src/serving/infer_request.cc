@@ -366,6 +366,15 @@ std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) 
 
 }  // namespace
 
+std::string_view ModelNameOf(std::span<const std::byte> message) {
+  std::string_view name;
+  ProtoReader reader(message);
+  for (Field field; reader.Next(&field);) {
+    if (field.Is(1, ProtoReader::kBytes)) name = field.text();
+  }
+  return reader.ok() ? name : std::string_view();
+}
+
 StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> content,
                                                        const ModelInputs& inputs) {
   constexpr size_t kEnough = 4096;  // for other models and readers

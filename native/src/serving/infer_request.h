@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -43,6 +44,9 @@ struct InferRequest {
   std::vector<uint32_t> output_positions;  // that are asked for; empty: all
   Samples samples;
 };
+
+// The model that a request names; empty: none, or the message cannot be read.
+std::string_view ModelNameOf(std::span<const std::byte> message);
 
 // None: the reader in Python is to take it. kInvalidArgument: it has more tensors than any model,
 // and no reader should take it.

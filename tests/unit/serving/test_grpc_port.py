@@ -30,6 +30,7 @@ from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.grpc_port import Call, Limits
 from persia.serving.inference import Inference
+from persia.serving.models import Models
 from persia.serving.protocol import CODES, message
 from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.server import ServingOptions, _serve
@@ -40,6 +41,7 @@ from tests.ports import free_port
 
 HEALTH = "/grpc.health.v1.Health"
 WAIT_S = 20.0
+MAX_REQUESTS = 768
 
 
 @pytest.fixture
@@ -65,7 +67,8 @@ def inference(may_answer: threading.Event) -> Iterator[Inference]:
 async def served(inference: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that runs during the block, or until SIGTERM."""
     port = free_port()
-    serving = _serve(inference, Mock(address=""), ServingOptions(port=port, **options), EVERYBODY)
+    models, given = Models.of([inference]), ServingOptions(port=port, **options)
+    serving = _serve(models, Mock(address=""), given, EVERYBODY, MAX_REQUESTS)
     server = asyncio.create_task(serving)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await asyncio.wait_for(channel.channel_ready(), WAIT_S)
@@ -122,7 +125,7 @@ def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
     in_python, answered, expected = [], [], []
 
     async def infer(*arguments: Any) -> Prediction:
-        in_python.append(arguments[4])
+        in_python.append(arguments[3])
         raise UnavailableError("Python was asked")
 
     async def scenario() -> None:
@@ -245,7 +248,7 @@ def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ServingOptions(port=port, http_port=taken.getsockname()[1])
         with pytest.raises(StorageError, match="--http-port") as failure:
-            asyncio.run(_serve(inference, Mock(), options, EVERYBODY))
+            asyncio.run(_serve(Models.of([inference]), Mock(), options, EVERYBODY, MAX_REQUESTS))
         # What the error's traceback holds is alive still.
         assert failure.tb is not None
         with pytest.raises(ConnectionRefusedError):
