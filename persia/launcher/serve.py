@@ -311,6 +311,8 @@ def _check_models(each: Sequence[dict[str, Any]]) -> None:
             raise click.UsageError(
                 f"--model {name}: rows={rows_of} names no model before it: give that one first"
             )
+        if one["canary"] is None and (one["share"] or one["shadow_share"] or one["drift_limit"] is not None):
+            raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
         names.append(name)
     if len(set(logs)) < len(logs):
         raise click.UsageError(
@@ -347,8 +349,6 @@ def _model_options(
     from persia.serving.server import ModelOptions
     from persia.storage.location import Location
 
-    if canary is None and (given["share"] or given["shadow_share"] or given["drift_limit"] is not None):
-        raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
     if gate is None and (max_drift is not None or min_auc is not None):
         raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
     # Rows come from workers, or from the checkpoint if there are slots; other models need neither.

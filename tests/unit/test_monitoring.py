@@ -241,7 +241,7 @@ def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None
 def test_a_dashboard_asks_for_metrics_that_exist(name: str) -> None:
     """By their names; tests/integration/test_watching_a_job.py runs each query against a job."""
     sources = [*(REPOSITORY / "persia" / "observability").glob("*.py")]
-    sources.append(REPOSITORY / "persia" / "serving" / "statistics.py")
+    sources += [REPOSITORY / "persia" / "serving" / name for name in ("models.py", "statistics.py")]
     # Counters of servers are declared where they are counted.
     native = (REPOSITORY / "native" / "src").rglob("*.*")
     sources += [path for path in native if path.suffix in (".h", ".cc") and "_test" not in path.name]

@@ -37,9 +37,9 @@ struct FrontModel {
   std::shared_ptr<RequestQueue> queue;
   std::shared_ptr<RequestCounts> counts;
   // Plain requests that Python is to answer: those that ask for no version, and any. Null: none.
-  std::shared_ptr<const Draw> canary;
-  std::shared_ptr<const Draw> shadow;
-  std::shared_ptr<AnsweredRequests> log;  // null: none
+  std::shared_ptr<const Draw> canary = nullptr;
+  std::shared_ptr<const Draw> shadow = nullptr;
+  std::shared_ptr<AnsweredRequests> log = nullptr;  // null: none
 };
 
 // What happened to a call that Python answers.
