@@ -83,6 +83,7 @@ class EmbeddedRows:
             return rows
 
     def stats(self) -> StoreStats:
+        """Counts of the rows and their memory, also for all models that share them."""
         return self._client.store.stats()
 
     def lookup(self, id_features: bytes) -> LookupResult:
