@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from persia.launcher import options
 from persia.launcher.options import COUNT, PORT, option
@@ -39,6 +40,12 @@ _OF_MODEL = [
     "max-delay-ms",
     "max-queued",
 ]
+# Of these, what is of one model alone, by their parameters.
+_OF_ONE = {
+    "incremental_dir": "incremental-dir=DIR to one of them and rows=NAME to the others",
+    "canary": "each its own canary=DIR",
+    "request_log": "each its own request-log=FILE",
+}
 _SHARE, _DRIFT = click.FloatRange(0, 1), click.FloatRange(min=0.0)
 
 
@@ -283,9 +290,17 @@ def _given_to_model(text: str, given: dict[str, Any]) -> dict[str, Any]:
     (name, _, checkpoint), *own = (part.partition("=") for part in text.split(","))
     if not (name and checkpoint):
         raise click.UsageError(f"--model {text!r} is not like NAME=DIR: name the model and its checkpoint")
+    if ctx.get_parameter_source("model_name") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--model-name is of one model: with --model, names are before the =")
     found = {**given, "model_name": name, "checkpoint": checkpoint}
+    seen: set[str] = set()
     by_name = {word: param for param in ctx.command.params for word in param.opts}
-    for word, _, value in own:
+    for word, sign, value in own:
+        if word in seen:
+            raise click.UsageError(f"--model {name}: {word} is given twice")
+        seen.add(word)
+        if (word == "rows" or word in _OF_MODEL) and not sign:
+            raise click.UsageError(f"--model {name}: {word!r} has no value: give {word}=VALUE")
         if word == "rows":
             found["rows_of"] = value
         elif word in _OF_MODEL:
@@ -301,8 +316,9 @@ def _given_to_model(text: str, given: dict[str, Any]) -> dict[str, Any]:
 
 def _check_models(each: Sequence[dict[str, Any]]) -> None:
     """Before the first one is loaded."""
+    from persia.storage.location import Location
+
     names: list[str] = []
-    logs = [one["request_log"] for one in each if one["request_log"] is not None]
     for one in each:
         name, rows_of = one["model_name"], one.get("rows_of")
         if name in names:
@@ -311,13 +327,27 @@ def _check_models(each: Sequence[dict[str, Any]]) -> None:
             raise click.UsageError(
                 f"--model {name}: rows={rows_of} names no model before it: give that one first"
             )
+        if rows_of is not None and one["incremental_dir"] is not None:
+            # Their dense models would replace its own.
+            raise click.UsageError(
+                f"--model {name}: rows={rows_of} has no packets of its own: give incremental-dir=DIR to "
+                f"{rows_of} alone, behind a comma"
+            )
+        if rows_of is not None and one["embedding_workers"]:
+            raise click.UsageError(
+                f"--model {name}: with --embedding-worker all models read the rows of the workers: leave "
+                "rows= out"
+            )
         if one["canary"] is None and (one["share"] or one["shadow_share"] or one["drift_limit"] is not None):
             raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
         names.append(name)
-    if len(set(logs)) < len(logs):
-        raise click.UsageError(
-            "--request-log is one file for several models: give each request-log=FILE behind a comma"
-        )
+    for param, remedy in _OF_ONE.items():
+        places = [Location.of(one[param]) for one in each if one[param] is not None]
+        if len(set(places)) < len(places):
+            option = param.replace("_", "-")
+            raise click.UsageError(
+                f"--{option} is the same for several models: give {remedy}, behind a comma"
+            )
 
 
 def _model_options(
@@ -353,9 +383,9 @@ def _model_options(
         raise click.UsageError("--gate-drift and --gate-auc need --gate: name a file with samples")
     # Rows come from workers, or from the checkpoint if there are slots; other models need neither.
     location, slots, rows, defaults = Location.of(checkpoint), None, None, None
-    if on_missing_server == "default" and rows_of is None:
+    if on_missing_server == "default":
         rows, defaults = _rows_or_defaults(embedding_workers, embedding_config, given["timeout_s"])
-    elif embedding_workers and rows_of is None:
+    elif embedding_workers:
         rows = RemoteRows(embedding_workers, deadline_s=given["timeout_s"])
     elif embedding_config is not None:
         slots = load_embedding_config(embedding_config)

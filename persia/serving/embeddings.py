@@ -16,7 +16,7 @@ from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
-from persia.errors import NotFoundError
+from persia.errors import NotFoundError, UnavailableError
 from persia.job.inference import RemoteRows
 from persia.job.runtime import local_share
 from persia.packets.applier import PacketApplier, clear_rows
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
 
-_sharing = threading.Lock()
-_shared: WeakValueDictionary[str, EmbeddedRows] = WeakValueDictionary()  # of all models of this process
+# Of all models of this process.
+_shared: WeakValueDictionary[str, EmbeddedRows] = WeakValueDictionary()
+_loads: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # each held during a load
+_sharing = threading.Lock()  # so that no key gets two of these locks
 
 
 class EmbeddingSource(Protocol):
@@ -73,14 +75,26 @@ class EmbeddedRows:
 
     @classmethod
     def shared(cls, source: Source, slots: SlotsConfig) -> EmbeddedRows:
-        """The same copy for the same rows, as long as it is in use. So nothing may change them."""
+        """The same copy for the same rows, as long as it is in use. So nothing may change them.
+
+        UnavailableError: they are still being loaded elsewhere.
+        """
         # Checksums cover the content of the files, in which folder they ever are.
         key = repr((source.manifest.embeddings, slots))
-        with _sharing:  # also while they are loaded: a second copy must not begin meanwhile
+        with _sharing:
+            load = _loads.setdefault(key, threading.Lock())
+        if not load.acquire(timeout=env.get_deadline_s()):
+            raise UnavailableError(
+                f"the rows of {source.location} are being loaded for another model, for longer than "
+                f"{env.get_deadline_s():g} s (PERSIA_DEADLINE_SEC): look at that model's checkpoint"
+            )
+        try:
             rows = _shared.get(key)
             if rows is None:
                 rows = _shared[key] = cls(source, slots)
             return rows
+        finally:
+            load.release()
 
     def stats(self) -> StoreStats:
         """Counts of the rows and their memory, also for all models that share them."""

@@ -33,7 +33,7 @@ class Models:
     """At least one."""
 
     by_name: Mapping[str, Inference]
-    statistics: ServingStatistics  # of requests that name none of them
+    statistics: ServingStatistics  # of requests that name none of them, or end before that is known
 
     @classmethod
     def of(cls, models: Sequence[Inference]) -> Models:

@@ -397,6 +397,10 @@ def test_serve_several_models(tmp_path, served):
         assert (one.settings.poll_s, one.batching.max_queued) == (8, 9)
 
 
+_A_AND_B = ("--model", "a=x", "--model", "b=y")
+_HEAD_OF_A = ("--model", "a=x", "--model", "b=y,rows=a")
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -407,7 +411,25 @@ def test_serve_several_models(tmp_path, served):
         (("--model", "a=x,rows=b", "--model", "b=y"), "rows=b names no model before it"),
         (("--model", "a=x,port=1"), "'port' is no option of one model: choose among rows, embedding-config"),
         (("--model", "a=x,threads=0"), "0 is not in the range"),
-        (("--model", "a=x", "--model", "b=y", "--request-log", "log"), "is one file for several models"),
+        (("--model", "a=x,rows"), "'rows' has no value"),
+        (("--model", "a=x,threads=1,threads=2"), "threads is given twice"),
+        (("--model", "a=x", "--model-name", "ads"), "--model-name is of one model"),
+        (
+            (*_A_AND_B, "--request-log", "log"),
+            "--request-log is the same for several models: give each its own",
+        ),
+        ((*_A_AND_B, "--canary", "next/"), "--canary is the same for several models: give each its own"),
+        ((*_A_AND_B, "--incremental-dir", "p/"), "rows=NAME to the others"),
+        (
+            ("--model", "a=x,incremental-dir=p", "--model", "b=y,incremental-dir=p/"),
+            "rows=NAME to the others",
+        ),
+        ((*_HEAD_OF_A, "--incremental-dir", "p/"), "give incremental-dir=DIR to a alone, behind a comma"),
+        (
+            ("--model", "a=x", "--model", "b=y,rows=a,incremental-dir=p"),
+            "b: rows=a has no packets of its own",
+        ),
+        ((*_HEAD_OF_A, "--embedding-worker", "h:1"), "leave rows= out"),
     ],
 )
 def test_what_is_wrong_with_several_models(served, words, error):

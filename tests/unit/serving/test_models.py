@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from unittest.mock import Mock
 
 import pytest
 
-from persia.errors import NotFoundError
+from persia.checkpoint.checkpoints import Source
+from persia.config import SlotsConfig
+from persia.errors import NotFoundError, UnavailableError
 from persia.observability.exposition import Families
 from persia.serving.batcher import Batcher, BatchingOptions
+from persia.serving.embeddings import EmbeddedRows
 from persia.serving.inference import Inference
 from persia.serving.models import Models, ServingSource
 from persia.serving.predictor import ModelSettings
@@ -89,6 +94,36 @@ def test_a_copy_ends_with_its_last_model(
     wait_until(lambda: answer(second)[1] == [50.0], lambda: second.error)
     gc.collect()
     assert rows() is None
+
+
+def test_a_load_that_hangs_holds_up_those_of_the_same_rows_alone(
+    trainer: PacketTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_end = threading.Event(), threading.Event()
+
+    class Slow(EmbeddedRows):
+        def __init__(self, source: Source, slots: SlotsConfig) -> None:
+            began.set()
+            assert may_end.wait(60)
+            super().__init__(source, slots)
+
+    trainer.checkpoint(tmp_path / "slow", 3.0)
+    slow = Source(Location.of(tmp_path / "slow"))
+    trainer.set(5.0)
+    trainer.checkpoint(tmp_path / "other", 5.0)
+    other = Source(Location.of(tmp_path / "other"))
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            loading = pool.submit(Slow.shared, slow, trainer.slots)
+            assert began.wait(60)
+            assert pool.submit(EmbeddedRows.shared, other, trainer.slots).result(60).stats().num_rows > 0
+            monkeypatch.setenv("PERSIA_DEADLINE_SEC", "0.01")
+            with pytest.raises(UnavailableError, match="slow are being loaded.*PERSIA_DEADLINE_SEC"):
+                EmbeddedRows.shared(slow, trainer.slots)
+        finally:
+            may_end.set()
+        monkeypatch.setenv("PERSIA_DEADLINE_SEC", "60")
+        assert EmbeddedRows.shared(slow, trainer.slots) is loading.result(60)
 
 
 def test_rows_that_packets_change_are_not_shared(
