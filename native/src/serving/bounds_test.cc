@@ -305,6 +305,12 @@ TEST_F(BoundsTest, TooManyTensorsAreRefusedWithoutPython) {
   for (int i = 0; i < 5000; ++i) ProtoWriter(&request).Bytes(5, "");
   EXPECT_EQ(client.Call(kInfer, request).status, "3");
   EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 1u);
+  // So are those for a model that the server does not have, or whose end cannot be read.
+  std::string unknown = RequestOf(BatchOf({7}, {1}), "other");
+  for (int i = 0; i < 5000; ++i) ProtoWriter(&unknown).Bytes(5, "");
+  EXPECT_EQ(client.Call(kInfer, unknown).status, "3");
+  EXPECT_EQ(client.Call(kInfer, request + '\x0f').status, "3");
+  EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 3u);
 }
 
 TEST_F(BoundsTest, WhatTheServerRefusesIsCountedSo) {

@@ -136,6 +136,7 @@ StatusOr<uint16_t> Front::Start(const std::string& host, uint16_t port) {
 
 void Front::SetInputs(std::shared_ptr<const ModelInputs> inputs) {
   const std::lock_guard lock(mutex_);
+  max_tensors_ = std::max(max_tensors_.load(), MaxTensorsOf(*inputs));
   inputs_[inputs->model_name] = std::move(inputs);
 }
 
@@ -287,14 +288,16 @@ StatusOr<std::optional<InferRequest>> Front::Read(Infer* infer) {
   if (!infer->message.has_value() || infer->message->is_compressed) {
     return std::optional<InferRequest>();
   }
-  const std::string_view name = ModelNameOf(infer->message->bytes);
-  const auto found = std::find_if(models_.begin(), models_.end(),
-                                  [&](const FrontModel& model) { return model.name == name; });
-  if (found == models_.end()) return std::optional<InferRequest>();
-  infer->model = &*found;
-  const auto inputs = InputsOf(*found);
-  if (inputs == nullptr) return std::optional<InferRequest>();
-  return ReadInferRequest(infer->message->bytes, *inputs);
+  std::shared_ptr<const ModelInputs> inputs;
+  const auto inputs_of = [&](std::string_view name) -> const ModelInputs* {
+    const auto found = std::find_if(models_.begin(), models_.end(),
+                                    [&](const FrontModel& model) { return model.name == name; });
+    if (found == models_.end()) return nullptr;
+    infer->model = &*found;
+    inputs = InputsOf(*found);
+    return inputs.get();
+  };
+  return ReadInferRequest(infer->message->bytes, inputs_of, max_tensors_);
 }
 
 // Python's reader takes it or explains what is wrong.

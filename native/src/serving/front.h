@@ -109,7 +109,8 @@ class Front : private CallHandler {
   const std::vector<FrontModel> models_;
   const std::shared_ptr<RequestCounts> counts_;
   const std::shared_ptr<Outlet> outlet_;
-  std::unordered_map<CallId, Infer> infers_;  // of the server's thread alone
+  std::unordered_map<CallId, Infer> infers_;            // of the server's thread alone
+  std::atomic<size_t> max_tensors_ = MaxTensorsOf({});  // of a request, for the largest model
 
   std::mutex mutex_;  // guards what follows
   std::unordered_map<std::string, std::shared_ptr<const ModelInputs>> inputs_;  // by model

@@ -83,6 +83,24 @@ TEST_F(FrontTest, EachModelHasAQueueOfItsOwn) {
   EXPECT_EQ(NumOf(GrpcCode::kOk), 1u);
 }
 
+TEST_F(FrontTest, ACallIsRefusedUnreadIfTheQueuesOfAllModelsAreFull) {
+  const auto queue = std::make_shared<RequestQueue>(QueueOptions{.max_queued = 1});
+  const auto counts = std::make_shared<RequestCounts>("of a model");
+  Start({}, {{.name = "m", .queue = queue_, .counts = counts},
+             {.name = "n", .queue = queue, .counts = counts}});
+  ModelInputs inputs = Inputs();
+  inputs.model_name = "n";
+  front_->SetInputs(std::make_shared<ModelInputs>(inputs));
+  Client client(port_);
+  for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 4; }));
+  client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "n"));
+  ASSERT_TRUE(Eventually([&] { return queue->num_waiting() == 1; }));
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}), "n")).status, "8");
+  EXPECT_EQ(NumOf(GrpcCode::kResourceExhausted), 1u);
+  EXPECT_EQ(counts->snapshot().by_code[static_cast<size_t>(GrpcCode::kResourceExhausted)], 0u);
+}
+
 TEST_F(FrontTest, WhoWaitsNoLongerIsNotComputed) {
   Start();
   Client client(port_);

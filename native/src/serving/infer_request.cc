@@ -351,9 +351,7 @@ std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) 
 std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) {
   const bool is_stable = message->model_version == "stable";
   const bool is_known = is_stable || message->model_version.empty();
-  if (message->model_name != inputs.model_name || !is_known || !IsAscii(message->id)) {
-    return std::nullopt;
-  }
+  if (!is_known || !IsAscii(message->id)) return std::nullopt;
   InferRequest request;
   request.id = message->id;
   request.is_stable = is_stable;
@@ -366,24 +364,24 @@ std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) 
 
 }  // namespace
 
-std::string_view ModelNameOf(std::span<const std::byte> message) {
-  std::string_view name;
-  ProtoReader reader(message);
-  for (Field field; reader.Next(&field);) {
-    if (field.Is(1, ProtoReader::kBytes)) name = field.text();
-  }
-  return reader.ok() ? name : std::string_view();
+size_t MaxTensorsOf(const ModelInputs& inputs) {
+  constexpr size_t kEnough = 4096;  // for other readers
+  return std::max(kEnough, 3 * (inputs.ids.size() + inputs.dense.size()));
 }
 
 StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> content,
-                                                       const ModelInputs& inputs) {
-  constexpr size_t kEnough = 4096;  // for other models and readers
+                                                       const InputsOfModel& inputs_of,
+                                                       size_t max_tensors) {
   Message message;
-  message.max_tensors = std::max(kEnough, 3 * (inputs.ids.size() + inputs.dense.size()));
-  if (ReadMessage(content, &message)) return Accept(&message, inputs);
-  if (!message.has_too_many) return std::optional<InferRequest>();
-  return InvalidArgument("the request has more than ", message.max_tensors,
-                         " inputs or outputs: send those of the model");
+  message.max_tensors = max_tensors;
+  const bool is_read = ReadMessage(content, &message);
+  const ModelInputs* inputs = inputs_of(message.model_name);
+  if (message.has_too_many) {
+    return InvalidArgument("the request has more than ", max_tensors,
+                           " inputs or outputs: send those of the model");
+  }
+  if (!is_read || inputs == nullptr) return std::optional<InferRequest>();
+  return Accept(&message, *inputs);
 }
 
 }  // namespace persia::serving
