@@ -86,20 +86,21 @@ bool ReadOutput(Bytes message, std::string_view* name) {
   return reader.ok();
 }
 
+// False: it is not plain, or has too many tensors. What is not plain is counted to the end: Python
+// would read all of it.
 bool ReadMessage(Bytes content, Message* message) {
   ProtoReader reader(content);
+  bool is_plain = true;
   for (Field field; reader.Next(&field);) {
     const bool is_known = field.number <= 7 && field.number != 4;
-    if (is_known && field.wire != ProtoReader::kBytes) return false;
+    is_plain = is_plain && (!is_known || field.wire == ProtoReader::kBytes);
     switch (field.number) {
       case 1: message->model_name = field.text(); break;
       case 2: message->model_version = field.text(); break;
       case 3: message->id = field.text(); break;
-      case 5:
-        if (!ReadInput(field.bytes, &message->inputs.emplace_back())) return false;
-        break;
+      case 5: is_plain = ReadInput(field.bytes, &message->inputs.emplace_back()) && is_plain; break;
       case 6:
-        if (!ReadOutput(field.bytes, &message->outputs.emplace_back())) return false;
+        is_plain = ReadOutput(field.bytes, &message->outputs.emplace_back()) && is_plain;
         break;
       case 7: message->raw.push_back(field.bytes); break;
       default: break;
@@ -108,7 +109,7 @@ bool ReadMessage(Bytes content, Message* message) {
                                       message->raw.size()}) > message->max_tensors;
     if (message->has_too_many) return false;
   }
-  return reader.ok();
+  return reader.ok() && is_plain;
 }
 
 // The only element of a BYTES tensor.
