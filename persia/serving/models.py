@@ -95,11 +95,19 @@ class ServingSource(Source):
         models = [_status(one) for one in self.models.by_name.values()]
         if len(models) == 1:
             return models[0]
-        return {**{key: sum(one[key] for one in models) for key in _SUMS}, "models": models}
+        counted = [*models, {**dict.fromkeys(_SUMS, 0), **self.models.statistics.status()}]
+        return {**{key: sum(one[key] for one in counted) for key in _SUMS}, "models": models}
 
     def add_metrics(self, families: Families) -> None:
+        counted = set()
         for name, one in self.models.by_name.items():
-            _add_metrics(one, families.labelled(model=name))
+            labelled = families.labelled(model=name)
+            _add_metrics(one, labelled)
+            rows = one.model.current.predictor.embeddings
+            if isinstance(rows, EmbeddedRows) and rows not in counted:
+                counted.add(rows)
+                what = "IDs without a row, read as zeros; of all models that read these rows."
+                labelled.counter("persia_serving_missing_rows", what, rows.num_missing)
         if len(self.models.by_name) > 1:
             self.models.statistics.add_metrics(families.labelled(model=""))
         stats = [rows.stats() for rows in self._copies()]
@@ -173,11 +181,5 @@ def _add_metrics(one: Inference, families: Families) -> None:
         "Batches answered from default rows, as a server of rows was down (--on-missing-server).",
         model.num_default_batches,
     )
-    if model.num_missing is not None:
-        families.counter(
-            "persia_serving_missing_rows",
-            "IDs without a row, read as zeros; of the version that answers.",
-            model.num_missing,
-        )
     if model.following is not None:
         add_following(families, model.following.to_json())

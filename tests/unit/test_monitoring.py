@@ -107,22 +107,46 @@ CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
     ),
     "PersiaPredictionsSlow": (
         [
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.5"}', "0+100x30"),
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.1"}', "0+90x30"),
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="+Inf"}', "0+100x30"),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="0.5"}',
+                "0+100x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="0.1"}',
+                "0+90x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="+Inf"}',
+                "0+100x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="feed",le="0.1"}',
+                "0+9000x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="feed",le="+Inf"}',
+                "0+9000x30",
+            ),
         ],
-        'persia_job="j",replica="0"',
+        'persia_job="j",replica="0",model="ads"',
     ),
     "PersiaPredictionsFail": (
         [
-            ('persia_serving_requests_total{persia_job="j",replica="0",status="OK"}', "0+90x30"),
-            ('persia_serving_requests_total{persia_job="j",replica="0",status="UNAVAILABLE"}', "0+2x30"),
+            ('persia_serving_requests_total{persia_job="j",replica="0",model="ads",status="OK"}', "0+90x30"),
+            (
+                'persia_serving_requests_total{persia_job="j",replica="0",model="ads",status="UNAVAILABLE"}',
+                "0+2x30",
+            ),
+            (
+                'persia_serving_requests_total{persia_job="j",replica="0",model="feed",status="OK"}',
+                "0+900x30",
+            ),
         ],
-        'persia_job="j",replica="0"',
+        'persia_job="j",replica="0",model="ads"',
     ),
     "PersiaVersionRefused": (
-        [('persia_serving_version_refused{role="serving",replica="0"}', "1x30")],
-        'role="serving",replica="0"',
+        [('persia_serving_version_refused{role="serving",replica="0",model="ads"}', "1x30")],
+        'role="serving",replica="0",model="ads"',
     ),
     "PersiaFollowerStuck": (
         [('persia_inc_stuck{role="serving",replica="0"}', "1x30")],

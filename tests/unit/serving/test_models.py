@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,9 @@ def test_models_with_the_same_row_files_have_one_copy_of_the_rows(
     for name in ("persia_serving_rows", "persia_serving_row_bytes"):
         assert both[name, "-"] == alone[name, "-"]
     assert both["persia_serving_version_info", "first"] == both["persia_serving_version_info", "second"] == 1
+    missing = "persia_serving_missing_rows_total"
+    assert (missing, "first") in both
+    assert (missing, "second") not in both, "it would be counted twice"
     other = load(tmp_path / "other", "other")
     three = metrics(first, second, other)
     assert three["persia_serving_rows", "-"] == 2 * alone["persia_serving_rows", "-"], "rows of another dump"
@@ -157,6 +161,8 @@ def test_a_head_reads_the_rows_of_a_model_that_follows_packets(
     assert head.not_ready() is None
     shown = metrics(following, head)
     assert shown["persia_serving_rows", "-"] == metrics(following)["persia_serving_rows", "-"]
+    assert ("persia_serving_missing_rows_total", following.settings.name) in shown
+    assert ("persia_serving_missing_rows_total", "head") not in shown
 
 
 def test_models_by_their_names() -> None:
@@ -171,3 +177,15 @@ def test_models_by_their_names() -> None:
         models.named("x")
     one.model.not_ready.return_value, two.model.not_ready.return_value = None, "no rows"
     assert ServingSource(models, 0, 1).not_ready() == "two: no rows"
+
+
+def test_the_sums_have_the_requests_of_no_model(
+    load: Callable[..., ServedModel], trainer: PacketTrainer, tmp_path: Path
+) -> None:
+    trainer.checkpoint(tmp_path / "model", 3.0)
+    models = Models.of([inference_of(load(tmp_path / "model", name)) for name in ("one", "two")])
+    for name in ("one", "x"):
+        models.statistics_of(name).add_request(time.monotonic_ns(), "RESOURCE_EXHAUSTED")
+    status = ServingSource(models, 0, 1).status()
+    assert (status["num_requests"], status["num_failed"], status["num_waiting"]) == (2, 2, 0)
+    assert [model["num_requests"] for model in status["models"]] == [1, 0]
