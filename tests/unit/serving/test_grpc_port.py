@@ -49,14 +49,19 @@ def may_answer() -> threading.Event:
     return threading.Event()
 
 
+def model_named(name: str) -> Mock:
+    model = Mock(not_ready=lambda: None, signature=None, checked=lambda batch: batch)
+    model.settings.name, model.settings.allow_nonfinite = name, False
+    return model
+
+
 @pytest.fixture
 def inference(may_answer: threading.Event) -> Iterator[Inference]:
     def predict(batch: PersiaBatch) -> Prediction:
         assert may_answer.wait(WAIT_S)
         return Prediction("1", [np.zeros(batch.batch_size)])
 
-    model = Mock(not_ready=lambda: None, signature=None, checked=lambda batch: batch)
-    model.settings.name, model.settings.allow_nonfinite = "m", False
+    model = model_named("m")
     batcher = Batcher(predict, BatchingOptions())
     yield Inference(model, batcher, ServingStatistics(), WAIT_S)
     may_answer.set()
@@ -64,10 +69,10 @@ def inference(may_answer: threading.Event) -> Iterator[Inference]:
 
 
 @contextlib.asynccontextmanager
-async def served(inference: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
+async def served(*inferences: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that runs during the block, or until SIGTERM."""
     port = free_port()
-    models, given = Models.of([inference]), ServingOptions(port=port, **options)
+    models, given = Models.of(inferences), ServingOptions(port=port, **options)
     serving = _serve(models, Mock(address=""), given, EVERYBODY, MAX_REQUESTS)
     server = asyncio.create_task(serving)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -111,6 +116,26 @@ def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
 
     asyncio.run(scenario())
     assert inference.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 5}
+
+
+def test_plain_requests_for_each_of_several_models_need_no_python(
+    inference: Inference, may_answer: threading.Event
+) -> None:
+    may_answer.set()
+    others = [replace(inference, model=model_named(name)) for name in ("n", "o")]
+    for one in (inference, *others):
+        object.__setattr__(one, "infer", Mock(side_effect=UnavailableError("Python was asked")))
+
+    async def scenario() -> None:
+        async with served(inference, *others) as channel:
+            ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for name in "mno":
+                request = message("ModelInferRequest")(model_name=name)
+                contents = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
+                contents.bytes_contents.append(BATCH.to_bytes())
+                await asyncio.wait_for(ask(request.SerializeToString()), WAIT_S)
+
+    asyncio.run(scenario())
 
 
 def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
