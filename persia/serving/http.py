@@ -86,8 +86,9 @@ class HttpEndpoint:
     async def _ready(self, request: web.Request) -> dict[str, Any]:
         if "model" in request.match_info:
             name, version = _model(request)
-            self.models.named(name).check_version(version)
-            is_ready = await self.models.named(name).is_ready()
+            model = self.models.named(name)
+            model.check_version(version)
+            is_ready = await model.is_ready()
         else:
             is_ready = await self.models.are_ready()
         if not is_ready:

@@ -64,9 +64,10 @@ class Models:
         return {"name": "persia", "version": __version__, "extensions": _EXTENSIONS}
 
     def model_statistics(self, name: str, version: str) -> dict[str, Any]:
-        """`name` "": of all models."""
-        found = [self.named(name)] if name else self.by_name.values()
-        return {"model_stats": [one.model_statistics(version) for one in found]}
+        """`name` "": of all models, in any version."""
+        if name:
+            return {"model_stats": [self.named(name).model_statistics(version)]}
+        return {"model_stats": [one.model_statistics("") for one in self.by_name.values()]}
 
     def repository_index(self) -> list[dict[str, Any]]:
         return [version for one in self.by_name.values() for version in one.repository_index()]

@@ -230,7 +230,7 @@ async def _serve(
         )
         if observer.address:
             get_default_logger().info("metrics and status are at %s", observer.address)
-        ready = dict.fromkeys(models.by_name, False)
+        ready = dict.fromkeys(models.by_name, True)  # as their first versions were loaded
         watches = [_follow_model(front, one, states, ready) for one in models.by_name.values()]
         watches += [_reread_shares(one.canary) for one in models.by_name.values() if one.canary is not None]
         tasks = [asyncio.create_task(watch) for watch in watches]

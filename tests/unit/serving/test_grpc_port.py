@@ -42,6 +42,7 @@ from tests.ports import free_port
 HEALTH = "/grpc.health.v1.Health"
 WAIT_S = 20.0
 MAX_REQUESTS = 768
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.fixture
@@ -97,6 +98,32 @@ def test_calls_without_a_message_end(inference: Inference) -> None:
             assert code == grpc.StatusCode.DEADLINE_EXCEEDED
             assert "deadline passed before its answer" in details, "the server's words, not the client's"
             assert not endless.done(), "it ends when its client wants"
+
+    asyncio.run(scenario())
+
+
+def test_health_does_not_flap_at_the_start(inference: Inference, may_answer: threading.Event) -> None:
+    slow = replace(inference, model=model_named("slow"))
+    slow.model.not_ready = lambda: None if may_answer.wait(WAIT_S) else "late"  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with served(inference, slow) as channel:
+            check = channel.unary_unary(f"{HEALTH}/Check")
+
+            async def is_serving(name: str) -> bool:
+                request = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+                reply = await asyncio.wait_for(check(request), WAIT_S)
+                return bool(health_pb2.HealthCheckResponse.FromString(reply).status == SERVING)
+
+            begin_s = time.monotonic()
+            while time.monotonic() < begin_s + WAIT_S:
+                await asyncio.sleep(0.01)
+                with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND: it was not asked yet
+                    if await is_serving("m"):
+                        break
+            assert await is_serving("m")
+            assert await is_serving(""), "the other was not asked yet"
+            may_answer.set()
 
     asyncio.run(scenario())
 

@@ -189,3 +189,5 @@ def test_the_sums_have_the_requests_of_no_model(
     status = ServingSource(models, 0, 1).status()
     assert (status["num_requests"], status["num_failed"], status["num_waiting"]) == (2, 2, 0)
     assert [model["num_requests"] for model in status["models"]] == [1, 0]
+    # A version is one of a model, so without a name it says nothing.
+    assert [one["name"] for one in models.model_statistics("", "9")["model_stats"]] == ["one", "two"]
