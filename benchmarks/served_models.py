@@ -71,7 +71,10 @@ def _number(path: Path, step: int) -> None:
     """Makes it the manifest of `step`."""
     manifest, _ = Manifest.read(Location.of(path.parent))
     path.unlink()  # it may be a link of another version's
-    path.write_bytes(replace(manifest, step=step).encode())
+    assert manifest.embeddings is not None, "the models have rows"
+    # Versions with the same rows would share them, and load none.
+    rows = replace(manifest.embeddings, created_at=f"step {step}")
+    path.write_bytes(replace(manifest, step=step, embeddings=rows).encode())
 
 
 def use_version(folder: Path, step: int) -> None:

@@ -158,6 +158,11 @@ def _parser() -> argparse.ArgumentParser:
         help="of persia-launcher serve, for the capacity: '--request-log FILE'",
     )
     parser.add_argument(
+        "--all-cores",
+        action="store_true",
+        help="server and client on all cores, for the capacity with --serve-options '--threads 2'",
+    )
+    parser.add_argument(
         "--priority",
         action="store_true",
         help="prefer server and client, each on its core, for the capacity and the floors: on a machine\n"
@@ -199,9 +204,10 @@ def main() -> None:
                 measure_rates({"packets": None}, server, folder, arguments)
         use_version(folder, 1)
         cores = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, {max(cores)})  # the server inherits it, and computes with one thread
+        of_server, of_client = (cores, cores) if arguments.all_cores else ({max(cores)}, {min(cores)})
+        os.sched_setaffinity(0, of_server)  # the server inherits it, and computes with one thread
         with served(folder, *arguments.serve_options, core=None) as server:
-            os.sched_setaffinity(0, {min(cores)})
+            os.sched_setaffinity(0, of_client)
             with preferred([server[1], os.getpid()] if arguments.priority else []):
                 measure_capacity(server, folder, arguments.seconds)
 

@@ -133,24 +133,36 @@ class AnsweredRequests:
     @property
     def num_dropped(self) -> int: ...
 
-class ServingFront:
-    """The gRPC port for predictions: plain requests join the queue, other calls become events."""
+class FrontModel:
+    """A model behind the gRPC port."""
 
     def __init__(
         self,
+        name: str,
         queue: RequestQueue,
+        counts: RequestCounts,
+        canary: Draw | None = None,
+        shadow: Draw | None = None,
+        log: AnsweredRequests | None = None,
+    ) -> None:
+        """`canary`, `shadow`: of plain requests that Python answers, the first one of those that ask for no
+        version."""
+
+class ServingFront:
+    """The gRPC port for predictions: plain requests join their model's queue, other calls become events."""
+
+    def __init__(
+        self,
+        models: Sequence[FrontModel],
         counts: RequestCounts,
         timeout_s: float,
         max_message_bytes: int,
         max_calls: int,
         token_digest: bytes | None = None,
         tls: tuple[str, str, str] | None = None,
-        canary: Draw | None = None,
-        shadow: Draw | None = None,
-        log: AnsweredRequests | None = None,
     ) -> None:
-        """`tls`: certificate, key and CA of clients, or "". `canary`, `shadow`: of plain requests that Python
-        answers, the first one of those that ask for no version."""
+        """`counts`: of requests that name none of the models. `tls`: certificate, key and CA of clients, or
+        ""."""
 
     def start(self, host: str, port: int) -> int: ...
     def stop(self, timeout_s: float) -> None:
@@ -488,6 +500,7 @@ class EmbeddingStore:
     def num_updates(
         self, signs: NDArray[np.uint64]
     ) -> NDArray[np.uint32]: ...  # of their rows; FailedPreconditionError without counts_updates
+    def stats(self) -> StoreStats: ...
     def tier_stats(self) -> dict[str, int] | None: ...  # None: rows are in memory alone
     def request_checkpoint(self) -> int: ...  # held: it waits for one of the two calls below
     def prepared_checkpoint(

@@ -15,7 +15,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                                      .by_name = true,
                                      .allow_nonfinite = false};
   const persia::Buffer message = persia::fuzz::AlignedInput(data, size);
-  const auto read = ReadInferRequest(message.span(), inputs);
+  const auto read = ReadInferRequest(
+      message.span(), [](std::string_view) { return &inputs; }, MaxTensorsOf(inputs));
   if (!read.ok() || !read.value().has_value()) return 0;
   const auto& request = read.value();
   const Samples& samples = request->samples;

@@ -1,4 +1,4 @@
-"""`persia-launcher serve`: predictions of a checkpoint over gRPC."""
+"""`persia-launcher serve`: predictions of checkpoints over gRPC."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from persia.launcher import options
 from persia.launcher.heap import keep_heap
@@ -16,12 +17,36 @@ from persia.launcher.options import COUNT, PORT, option
 if TYPE_CHECKING:
     from persia.packets.follower import FollowOptions
     from persia.serving.embeddings import EmbeddedRows, RemoteRows
-    from persia.serving.server import ServingOptions
+    from persia.serving.server import ModelOptions
     from persia.storage.location import Location
 
 _T = TypeVar("_T")
 _DEFAULT_AFTER_S = 1.0  # a lookup without an answer is answered from default rows
 _FILE = click.Path(dir_okay=False, path_type=Path)
+# What may differ between the models of a server, by the names of the options.
+_OF_MODEL = [
+    "embedding-config",
+    "incremental-dir",
+    "sample",
+    "gate",
+    "gate-drift",
+    "gate-auc",
+    "canary",
+    "canary-share",
+    "shadow-share",
+    "canary-max-drift",
+    "request-log",
+    "threads",
+    "max-batch-size",
+    "max-delay-ms",
+    "max-queued",
+]
+# Of these, what is of one model alone, by their parameters.
+_OF_ONE = {
+    "incremental_dir": "incremental-dir=DIR to one of them and rows=NAME to the others",
+    "canary": "each its own canary=DIR",
+    "request_log": "each its own request-log=FILE",
+}
 _SHARE, _DRIFT = click.FloatRange(0, 1), click.FloatRange(min=0.0)
 
 
@@ -88,7 +113,16 @@ _log_options = options.all_of(
 
 # Parameters are named like the fields of the dataclasses that `_made` makes.
 @click.command("serve")
-@click.argument("checkpoint")
+@click.argument("checkpoint", required=False)
+@option(
+    "--model",
+    "models",
+    multiple=True,
+    metavar="NAME=DIR[,OPTION=VALUE]...",
+    help="Serve several models, instead of CHECKPOINT and --model-name. Options behind a comma are for this "
+    "model alone, others for all: rows=NAME (of a model before it, whose rows it reads), "
+    f"{', '.join(_OF_MODEL)}.",
+)
 @options.model_name
 @options.embedding_config(
     "Slots of the job that wrote the checkpoint (YAML). Needed to load rows into this process."
@@ -227,7 +261,99 @@ _log_options = options.all_of(
 )
 @options.replica_options
 @option("--device-id", type=click.IntRange(min=0), help="CUDA device of the model; default: the CPU.")
-def command(
+def command(checkpoint: str | None, models: tuple[str, ...], **given: Any) -> None:
+    """Answer requests with the predictions of CHECKPOINT, over gRPC (Open Inference Protocol, KServe v2).
+
+    \b
+    CHECKPOINT is a directory or URL that dump_checkpoint(..., with_jit_model=True) wrote. Of a directory of
+    checkpoints the one that `latest` names is served, and the next one when it changes, without a pause.
+      persia-launcher serve model/ --embedding-config embedding_config.yml
+      persia-launcher serve model/ --embedding-worker host1:8887 --embedding-worker host2:8887
+    With --incremental-dir it starts from a checkpoint and follows a running training, seconds behind. A file
+    `pin` beside the packets, written like their `latest`, holds it at one, or brings it back there:
+      persia-launcher serve model/ --embedding-config embedding_config.yml --incremental-dir packets/
+    Several models in one server; those with the same rows share one copy:
+      persia-launcher serve --model ads=ads/ --model feed=feed/ --embedding-config embedding_config.yml
+    """
+    # Imported here: torch takes seconds, and --help is to be instant.
+    from persia.serving.server import ServingOptions, serve
+
+    if (checkpoint is None) == (not models):
+        raise click.UsageError("give either CHECKPOINT or, once for each of several models, --model NAME=DIR")
+    each = [_given_to_model(text, given) for text in models] or [{**given, "checkpoint": checkpoint}]
+    _check_models(each)
+    keep_heap()  # a batch needs what the one before has freed
+    serve([_model_options(**one) for one in each], _made(ServingOptions, given))
+
+
+def _given_to_model(text: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The options for a model of --model: its own in place of those for all."""
+    ctx = click.get_current_context()
+    (name, _, checkpoint), *own = (part.partition("=") for part in text.split(","))
+    if not (name and checkpoint):
+        raise click.UsageError(f"--model {text!r} is not like NAME=DIR: name the model and its checkpoint")
+    if ctx.get_parameter_source("model_name") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--model-name is of one model: with --model, names are before the =")
+    found = {**given, "model_name": name, "checkpoint": checkpoint}
+    seen: set[str] = set()
+    by_name = {word: param for param in ctx.command.params for word in param.opts}
+    for word, sign, value in own:
+        if word in seen:
+            raise click.UsageError(f"--model {name}: {word} is given twice")
+        seen.add(word)
+        if (word == "rows" or word in _OF_MODEL) and not sign:
+            raise click.UsageError(f"--model {name}: {word!r} has no value: give {word}=VALUE")
+        if word == "rows":
+            found["rows_of"] = value
+        elif word in _OF_MODEL:
+            param = by_name[f"--{word}"]
+            found[str(param.name)] = param.process_value(ctx, value)
+        else:
+            raise click.UsageError(
+                f"--model {name}: {word!r} is no option of one model: choose among rows, "
+                f"{', '.join(_OF_MODEL)}"
+            )
+    return found
+
+
+def _check_models(each: Sequence[dict[str, Any]]) -> None:
+    """Before the first one is loaded."""
+    from persia.storage.location import Location
+
+    names: list[str] = []
+    for one in each:
+        name, rows_of = one["model_name"], one.get("rows_of")
+        if name in names:
+            raise click.UsageError(f"--model {name} is given twice: name each model differently")
+        if rows_of is not None and rows_of not in names:
+            raise click.UsageError(
+                f"--model {name}: rows={rows_of} names no model before it: give that one first"
+            )
+        if rows_of is not None and one["incremental_dir"] is not None:
+            # Their dense models would replace its own.
+            raise click.UsageError(
+                f"--model {name}: rows={rows_of} has no packets of its own: give incremental-dir=DIR to "
+                f"{rows_of} alone, behind a comma"
+            )
+        if rows_of is not None and one["embedding_workers"]:
+            raise click.UsageError(
+                f"--model {name}: with --embedding-worker all models read the rows of the workers: leave "
+                "rows= out"
+            )
+        if one["canary"] is None and (one["share"] or one["shadow_share"] or one["drift_limit"] is not None):
+            raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
+        names.append(name)
+    for param, remedy in _OF_ONE.items():
+        places = [Location.of(one[param]) for one in each if one[param] is not None]
+        if len(set(places)) < len(places):
+            option = param.replace("_", "-")
+            raise click.UsageError(
+                f"--{option} is the same for several models: give {remedy}, behind a comma"
+            )
+
+
+def _model_options(
+    *,
     checkpoint: str,
     model_name: str,
     embedding_config: str | None,
@@ -240,27 +366,19 @@ def command(
     device_id: int | None,
     canary: str | None,
     request_log: Path | None,
+    rows_of: str | None = None,
     **given: Any,
-) -> None:
-    """Answer requests with the predictions of CHECKPOINT, over gRPC (Open Inference Protocol, KServe v2).
-
-    \b
-    CHECKPOINT is a directory or URL that dump_checkpoint(..., with_jit_model=True) wrote. Of a directory of
-    checkpoints the one that `latest` names is served, and the next one when it changes, without a pause.
-      persia-launcher serve model/ --embedding-config embedding_config.yml
-      persia-launcher serve model/ --embedding-worker host1:8887 --embedding-worker host2:8887
-    With --incremental-dir it starts from a checkpoint and follows a running training, seconds behind. A file
-    `pin` beside the packets, written like their `latest`, holds it at one, or brings it back there:
-      persia-launcher serve model/ --embedding-config embedding_config.yml --incremental-dir packets/
-    """
-    # Imported here: torch takes seconds, and --help is to be instant.
+) -> ModelOptions:
     import torch
 
     from persia.config import load_embedding_config
+    from persia.serving.batcher import BatchingOptions
+    from persia.serving.canary import CanaryOptions
     from persia.serving.embeddings import RemoteRows
     from persia.serving.gate import Gate
     from persia.serving.predictor import ModelSettings
-    from persia.serving.server import serve
+    from persia.serving.request_log import RequestLogOptions
+    from persia.serving.server import ModelOptions
     from persia.storage.location import Location
 
     if gate is None and (max_drift is not None or min_auc is not None):
@@ -286,22 +404,9 @@ def command(
         gate=None if gate is None else Gate.of_file(gate, max_drift=max_drift, min_auc=min_auc),
         follow=_follow_options(location, **given),
     )
-    keep_heap()  # a batch needs what the one before has freed
-    serve(settings, _serving_options(canary, request_log, given))
-
-
-def _serving_options(canary: str | None, request_log: Path | None, given: dict[str, Any]) -> ServingOptions:
-    from persia.serving.batcher import BatchingOptions
-    from persia.serving.canary import CanaryOptions
-    from persia.serving.request_log import RequestLogOptions
-    from persia.serving.server import ServingOptions
-    from persia.storage.location import Location
-
-    if canary is None and (given["share"] or given["shadow_share"] or given["drift_limit"] is not None):
-        raise click.UsageError("--canary-share, --shadow-share and --canary-max-drift need --canary")
-    return _made(
-        ServingOptions,
-        given,
+    return ModelOptions(
+        settings=settings,
+        rows_of=rows_of,
         batching=_made(BatchingOptions, given),
         canary=None if canary is None else _made(CanaryOptions, given, location=Location.of(canary)),
         request_log=None if request_log is None else _made(RequestLogOptions, given, path=request_log),

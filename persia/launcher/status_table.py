@@ -202,20 +202,28 @@ def _loader_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[
 
 def _serving_cells(stats: Mapping[str, Any], rate: Mapping[str, float]) -> tuple[str, str, str, str]:
     samples = stats["num_samples"] / max(stats["num_batches"], 1)
-    details = (
-        f"version {stats['served_version']}, {stats['num_failed']} failed, {si(samples)} samples a batch"
-    )
+    models = stats.get("models")  # None: there is one
+    details = f"{len(models)} models" if models else f"version {stats['served_version']}"
+    details += f", {stats['num_failed']} failed, {si(samples)} samples a batch"
     if rate.get("num_requests"):
         details += f", {rate['request_s'] / rate['num_requests'] * 1e3:.1f} ms"
-    details += _following(stats)
+    for model in models or ():
+        details += f"; {model['model']}: version {model['served_version']}{_version(model)}"
+    details += "" if models else _version(stats)
+    running, waiting = str(stats["num_running"]), str(stats["num_waiting"])
+    return _per_second(rate, "num_requests", "requests"), running, waiting, details
+
+
+def _version(stats: Mapping[str, Any]) -> str:
+    """Describes what follows the version of a served model."""
+    details = _following(stats)
     if stats["version_error"] and stats["following"] is None:
         details += f"; the newest version cannot be served: {stats['version_error']}"
     if (canary := stats.get("canary")) is not None:  # None also: of an older version
         details += f"; canary {canary['version'] or 'not loaded'}, {canary['num_errors']} errors"
         if canary["rolled_back"] or canary["error"]:
             details += f", {canary['error'] or 'rolled back: ' + canary['rolled_back']}"
-    running, waiting = str(stats["num_running"]), str(stats["num_waiting"])
-    return _per_second(rate, "num_requests", "requests"), running, waiting, details
+    return details
 
 
 def _tier(stats: Mapping[str, Any]) -> str:

@@ -32,6 +32,12 @@ class Families:
         self._labels = labels
         self._families: dict[str, Metric] = {}
 
+    def labelled(self, **labels: str) -> Families:
+        """Adds to the same families, with more labels."""
+        more = Families(**{**self._labels, **labels})
+        more._families = self._families
+        return more
+
     def gauge(self, name: str, documentation: str, value: float, /, **labels: str) -> None:
         self._add(name, documentation, "gauge", name, value, labels)
 

@@ -6,7 +6,9 @@ rows by the parameter servers that have been asked (`persia-launcher status`, th
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakValueDictionary
 
 from persia import env
 from persia._native import EmbeddedClient, LookupResult
@@ -14,12 +16,20 @@ from persia.checkpoint.checkpoints import Checkpoints, Source
 from persia.checkpoint.peers import LocalPeer
 from persia.checkpoint.service import CheckpointService
 from persia.config import SlotsConfig
-from persia.errors import NotFoundError
+from persia.errors import NotFoundError, UnavailableError
 from persia.job.inference import RemoteRows
 from persia.job.runtime import local_share
 from persia.packets.applier import PacketApplier, clear_rows
 
+if TYPE_CHECKING:
+    from persia._native import StoreStats
+
 __all__ = ["EmbeddedRows", "EmbeddingSource", "RemoteRows"]
+
+# Of all models of this process.
+_shared: WeakValueDictionary[str, EmbeddedRows] = WeakValueDictionary()
+_loads: WeakValueDictionary[str, threading.Lock] = WeakValueDictionary()  # each held during a load
+_sharing = threading.Lock()  # so that no key gets two of these locks
 
 
 class EmbeddingSource(Protocol):
@@ -62,6 +72,33 @@ class EmbeddedRows:
             peer = LocalPeer(CheckpointService(share))
             checkpoints = Checkpoints(lambda: [peer], deadline_s=env.get_deadline_s())
             checkpoints.load(source, with_state=False)  # weights alone: nothing trains here
+
+    @classmethod
+    def shared(cls, source: Source, slots: SlotsConfig) -> EmbeddedRows:
+        """The same copy for the same rows, as long as it is in use. So nothing may change them.
+
+        UnavailableError: they are still being loaded elsewhere.
+        """
+        # Checksums cover the content of the files, in which folder they ever are.
+        key = repr((source.manifest.embeddings, slots))
+        with _sharing:
+            load = _loads.setdefault(key, threading.Lock())
+        if not load.acquire(timeout=env.get_deadline_s()):
+            raise UnavailableError(
+                f"the rows of {source.location} are being loaded for another model, for longer than "
+                f"{env.get_deadline_s():g} s (PERSIA_DEADLINE_SEC): look at that model's checkpoint"
+            )
+        try:
+            rows = _shared.get(key)
+            if rows is None:
+                rows = _shared[key] = cls(source, slots)
+            return rows
+        finally:
+            load.release()
+
+    def stats(self) -> StoreStats:
+        """Counts of the rows and their memory, also for all models that share them."""
+        return self._client.store.stats()
 
     def lookup(self, id_features: bytes) -> LookupResult:
         """Looks up the wire format's "ID features". InvalidArgumentError names the slot."""

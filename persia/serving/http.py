@@ -21,8 +21,8 @@ from persia.errors import (
 )
 from persia.serving.access import EVERYBODY, Access, token_middleware
 from persia.serving.batch_predict import Prediction
-from persia.serving.inference import Inference
 from persia.serving.json_request import objects_of, parameters_of, tensors_of_json
+from persia.serving.models import Models
 from persia.serving.protocol import message_of, named_outputs, status_of
 from persia.serving.tensors import Tensor, described, json_values
 from persia.validation import json_object
@@ -35,10 +35,11 @@ _Handler = Callable[[web.Request], Awaitable[Any]]
 
 @dataclass(frozen=True)
 class HttpEndpoint:
-    """One served model behind a port of HTTP."""
+    """The models of a server behind a port of HTTP."""
 
-    inference: Inference
+    models: Models
     permits: asyncio.Semaphore  # of requests that are read, computed or answered
+    timeout_s: float  # of a request
     access: Access = EVERYBODY
 
     async def listen(self, host: str, port: int, max_request_bytes: int) -> tuple[web.AppRunner, int]:
@@ -61,10 +62,10 @@ class HttpEndpoint:
         return runner, runner.addresses[0][1]
 
     def _application(self, max_request_bytes: int) -> web.Application:
-        check = token_middleware(self.access, self.inference.statistics)
+        check = token_middleware(self.access, self.models.statistics)
         # aiohttp refuses larger bodies while it reads them, so that memory stays bounded by the permits.
         application = web.Application(client_max_size=max_request_bytes, middlewares=[check])
-        own, ready = self.inference, self._ready
+        own, ready = self.models, self._ready
         routes: list[tuple[str, str, Callable[[web.Request], Any]]] = [
             ("GET", "/v2", lambda _: own.server_metadata()),
             ("GET", "/v2/health/live", lambda _: {"live": True}),
@@ -77,7 +78,7 @@ class HttpEndpoint:
                 ("POST", f"{prefix}/infer", self._infer),
                 ("GET", f"{prefix}/ready", ready),
                 ("GET", f"{prefix}/stats", lambda request: own.model_statistics(*_model(request))),
-                ("GET", prefix, lambda request: own.model_metadata(*_model(request))),
+                ("GET", prefix, lambda request: self._metadata(*_model(request))),
             ]
         for method, path, handler in routes:
             application.router.add_route(method, path, _answering(handler))
@@ -85,10 +86,18 @@ class HttpEndpoint:
 
     async def _ready(self, request: web.Request) -> dict[str, Any]:
         if "model" in request.match_info:
-            self.inference.check_model(*_model(request))
-        if not await self.inference.is_ready():
+            name, version = _model(request)
+            model = self.models.named(name)
+            model.check_version(version)
+            is_ready = await model.is_ready()
+        else:
+            is_ready = await self.models.are_ready()
+        if not is_ready:
             raise web.HTTPServiceUnavailable(text='{"ready": false}', content_type="application/json")
         return {"ready": True}
+
+    def _metadata(self, name: str, version: str) -> dict[str, Any]:
+        return self.models.named(name).model_metadata(version)
 
     async def _infer(self, request: web.Request) -> web.Response:
         begin_ns, code = time.monotonic_ns(), "OK"
@@ -108,17 +117,18 @@ class HttpEndpoint:
             code = status_of(failure)[0]
             raise
         finally:
-            self.inference.statistics.add_request(begin_ns, code)
+            self.models.statistics_of(_model(request)[0]).add_request(begin_ns, code)
 
     async def _predict(self, request: web.Request) -> web.Response:
-        timeout_s = self.inference.timeout_s
+        timeout_s, (name, version) = self.timeout_s, _model(request)
         try:
             body = await asyncio.wait_for(request.read(), timeout_s)
         except asyncio.TimeoutError:
             raise DeadlineExceededError(f"the body has not arrived in {timeout_s:g} s (--timeout)") from None
         head, tensors = _parsed(body, request.headers.get(_HEADER))
-        prediction = await self.inference.infer(*_model(request), tensors, request_id=_id_of(head) or "")
-        return _encoded(head, self.inference.model.settings.name, prediction)
+        model = self.models.named(name)
+        prediction = await model.infer(version, tensors, request_id=_id_of(head) or "")
+        return _encoded(head, name, prediction)
 
 
 def _id_of(head: dict[str, Any]) -> str | None:

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from persia._version import __version__
 from persia.embedding.data import PersiaBatch
 from persia.errors import DeadlineExceededError, NotFoundError
 from persia.serving.batch_predict import Prediction
@@ -22,8 +21,6 @@ from persia.serving.request_log import RequestLog
 from persia.serving.statistics import ServingStatistics
 from persia.serving.tensors import INPUT_NAME, Tensor, batch_of, datatype_of, output_name
 from persia.serving.versions import ServedModel
-
-_EXTENSIONS = ["statistics", "model_repository", "binary_tensor_data"]
 
 
 class _Arrivals:
@@ -86,7 +83,7 @@ def _expire(awaited: asyncio.Future[Prediction]) -> None:
 
 @dataclass(frozen=True)
 class Inference:
-    """The Open Inference Protocol over one served model, under the names of its messages."""
+    """One served model with its queue, as the Open Inference Protocol asks for it."""
 
     model: ServedModel
     batcher: Batcher
@@ -96,16 +93,20 @@ class Inference:
     request_log: RequestLog | None = None
     _arrivals: _Arrivals = field(default_factory=_Arrivals, init=False, repr=False)
 
+    @property
+    def name(self) -> str:
+        """What requests call the model."""
+        return self.model.settings.name
+
     async def infer(
         self,
-        name: str,
         version: str,
         tensors: Sequence[Tensor],
         left_s: float = math.inf,
         request_id: str = "",
     ) -> Prediction:
         """The answer to a request whose client waits for `left_s`."""
-        model, canary = self.check_model(name, version), self.canary
+        model, canary = self.check_version(version), self.canary
         # The earlier deadline counts: an answer after the client's own is of no use.
         left_s = min(left_s, self.timeout_s)
         if canary is None:
@@ -158,12 +159,9 @@ class Inference:
     async def is_ready(self) -> bool:
         return await asyncio.to_thread(self.model.not_ready) is None
 
-    def server_metadata(self) -> dict[str, Any]:
-        return {"name": "persia", "version": __version__, "extensions": _EXTENSIONS}
-
-    def model_metadata(self, name: str, version: str) -> dict[str, Any]:
+    def model_metadata(self, version: str) -> dict[str, Any]:
         """The inputs that a request must have; an ID feature NAME may have NAME.lengths and NAME.weights."""
-        model = self.check_model(name, version)
+        model = self.check_version(version)
         signature = model.signature
         inputs: list[dict[str, Any]] = [{"name": INPUT_NAME, "datatype": "BYTES", "shape": [1]}]
         if signature is not None and not signature.repeated:
@@ -177,32 +175,29 @@ class Inference:
             for position, (dtype, shape) in enumerate(model.outputs)
         ]
         return {
-            "name": self.model.settings.name,
+            "name": self.name,
             "versions": [index["version"] for index in self.repository_index()],
             "platform": "persia_torchscript",
             "inputs": inputs,
             "outputs": outputs,
         }
 
-    def model_statistics(self, name: str, version: str) -> dict[str, Any]:
-        """`name` "": of all models, of which there is one."""
-        name = name or self.model.settings.name
-        model = self.check_model(name, version)
+    def model_statistics(self, version: str) -> dict[str, Any]:
+        """An entry of the message ModelStatistics."""
+        model = self.check_version(version)
         canary = self.canary
         statistics = self.statistics if canary is None or model is not canary.model else canary.statistics
-        return {"model_stats": [{"name": name, "version": model.version, **statistics.of_protocol()}]}
+        return {"name": self.name, "version": model.version, **statistics.of_protocol()}
 
     def repository_index(self) -> list[dict[str, Any]]:
-        own = {"name": self.model.settings.name, "version": self.model.version}
+        own = {"name": self.name, "version": self.model.version}
         index: list[dict[str, Any]] = [{**own, "state": "READY", "reason": self.model.error}]
         if self.canary is not None and self.canary.model is not None:
             index.append({**index[0], "version": self.canary.version, "reason": self.canary.error})
         return index
 
-    def check_model(self, name: str, version: str) -> ServedModel:
-        """The model of a version. NotFoundError: this server has another model or version."""
-        if name != self.model.settings.name:
-            raise NotFoundError(f"there is no model {name!r}: this server has {self.model.settings.name!r}")
+    def check_version(self, version: str) -> ServedModel:
+        """The model of a version. NotFoundError: this server has another version."""
         # Answering for a version that is not loaded would hide that it was replaced.
         if version in ("", STABLE, self.model.version):
             return self.model
@@ -211,6 +206,6 @@ class Inference:
             return canary
         others = "" if canary is None else f" and, as canary, {canary.version!r}"
         raise NotFoundError(
-            f"model {name!r} has no version {version!r} here, but {self.model.version!r}{others}: leave the "
-            "version out for the one that is served"
+            f"model {self.name!r} has no version {version!r} here, but {self.model.version!r}{others}: leave "
+            "the version out for the one that is served"
         )

@@ -222,7 +222,9 @@ def embeddings_of(settings: ModelSettings, source: Source | None) -> EmbeddingSo
     if settings.embeddings is not None:
         return settings.embeddings
     assert settings.slots is not None, "ServedModel has checked it"
-    return EmbeddedRows(source, settings.slots)
+    if source is None or settings.follow is not None:
+        return EmbeddedRows(source, settings.slots)  # which packets change
+    return EmbeddedRows.shared(source, settings.slots)
 
 
 def try_sample(settings: ModelSettings, predictor: Predictor) -> None:

@@ -1,4 +1,4 @@
-"""The gRPC server of one model: the Open Inference Protocol and the standard health service on one port."""
+"""The gRPC server of models: the Open Inference Protocol and the standard health service on one port."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ipaddress
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from aiohttp import web
 from grpc_health.v1 import health, health_pb2
 
 from persia import env
-from persia._native import ServingFront, keep_freed_memory
+from persia._native import FrontModel, ServingFront, keep_freed_memory
 from persia.embedding.dense_codec import DTYPES
 from persia.errors import FailedPreconditionError, PersiaError, StorageError
 from persia.job.connection import JobConnection
@@ -32,11 +32,12 @@ from persia.serving.grpc_port import GrpcPort, Limits
 from persia.serving.health import ENDLESS, NOT_SERVING, WATCH, standard_handlers
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
+from persia.serving.models import Models, ServingSource
 from persia.serving.predictor import ModelSettings
 from persia.serving.protocol import SERVICE
 from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.servicer import Servicer
-from persia.serving.statistics import ServingSource, ServingStatistics
+from persia.serving.statistics import ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.signature import DenseInput, IdInput
 
@@ -50,7 +51,7 @@ _DRAIN_S = 5.0  # for requests under way when the server stops
 
 @dataclass(frozen=True, kw_only=True)
 class ServingOptions:
-    """How a model is served."""
+    """How models are served."""
 
     host: str = "127.0.0.1"
     port: int = 8001  # 0 takes a free one
@@ -65,15 +66,23 @@ class ServingOptions:
     tls_cert: Path | None = None  # None: that of PERSIA_TLS_DIR, with its CA for clients
     tls_key: Path | None = None
     tls_client_ca: Path | None = None  # of the certificates of clients; None: they need none
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """One of the models."""
+
+    settings: ModelSettings
+    rows_of: str | None = None  # a model before this one, whose rows it reads; None: its own
     batching: BatchingOptions = field(default_factory=BatchingOptions)
     canary: CanaryOptions | None = None
     request_log: RequestLogOptions | None = None
 
 
-def serve(settings: ModelSettings, options: ServingOptions) -> None:
+def serve(models: Sequence[ModelOptions], options: ServingOptions) -> None:
     """Serves until SIGTERM or SIGINT; requests under way are answered before it ends.
 
-    Raises what is wrong with the first version; StorageError: the address cannot be listened on.
+    Raises what is wrong with a first version; StorageError: the address cannot be listened on.
     """
     set_role(SERVING, options.replica_index)
     _check_ports(options)
@@ -84,28 +93,13 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
             options.host,
         )
     with contextlib.ExitStack() as stack:
-        batching, num_threads = options.batching, options.batching.num_threads
-        log = None if options.request_log is None else RequestLog(options.request_log)
-        if log is not None:
-            stack.callback(log.close)
-        if settings.embeddings is None:
+        if any(one.settings.embeddings is None for one in models):
             keep_freed_memory()  # of a replaced version, for the next one (ADR 59)
-        model = ServedModel(settings, num_threads=num_threads)
-        stack.callback(model.close)
-        if (
-            settings.embeddings is not None
-        ):  # else a lookup that waits for a worker would hold a computation up
-            batching = replace(batching, num_threads=2 * num_threads)
-        statistics = ServingStatistics()
-        # Registered after the model, so closed before it: what is queued is still answered.
-        batcher = Batcher(statistics.measured(model.predict), batching, settings.name)
-        stack.callback(batcher.close)
-        canary = None
-        if options.canary is not None:
-            canary = Canary(settings, options.canary, batching, num_threads)
-            stack.callback(canary.close)
-        replica = options.replica_index, options.replica_size
-        source = ServingSource(model, statistics, *replica, batcher, canary, log)
+        begun: dict[str, Inference] = {}
+        for one in models:
+            begun[one.settings.name] = _begin(one, begun, options.timeout_s, stack)
+        served = Models.of(list(begun.values()))
+        source = ServingSource(served, options.replica_index, options.replica_size)
         # Health is on the port of the predictions already.
         shown = replace(
             ObservabilitySettings.from_environment(host=options.host),
@@ -114,8 +108,33 @@ def serve(settings: ModelSettings, options: ServingOptions) -> None:
         )
         # Without a session: a server that lost the broker of its job still answers, and must stay ready.
         observer = stack.enter_context(ProcessObserver(source, None, shown))
-        inference = Inference(model, batcher, statistics, options.timeout_s, canary, log)
-        uvloop.run(_serve(inference, observer, options, access))
+        max_requests = sum(one.batching.max_queued for one in models) + _MAX_UNQUEUED
+        uvloop.run(_serve(served, observer, options, access, max_requests))
+
+
+def _begin(
+    options: ModelOptions, begun: Mapping[str, Inference], timeout_s: float, stack: contextlib.ExitStack
+) -> Inference:
+    """Loads a model, and begins to compute what is queued for it."""
+    settings, batching, num_threads = options.settings, options.batching, options.batching.num_threads
+    if settings.embeddings is not None:  # else a lookup that waits for a worker would hold a computation up
+        batching = replace(batching, num_threads=2 * num_threads)
+    if options.rows_of is not None:
+        settings = replace(settings, embeddings=begun[options.rows_of].model)
+    log = None if options.request_log is None else RequestLog(options.request_log)
+    if log is not None:
+        stack.callback(log.close)
+    model = ServedModel(settings, num_threads=num_threads)
+    stack.callback(model.close)
+    statistics = ServingStatistics()
+    # Registered after the model, so closed before it: what is queued is still answered.
+    batcher = Batcher(statistics.measured(model.predict), batching, settings.name)
+    stack.callback(batcher.close)
+    canary = None
+    if options.canary is not None:
+        canary = Canary(settings, options.canary, batching, num_threads)
+        stack.callback(canary.close)
+    return Inference(model, batcher, statistics, timeout_s, canary, log)
 
 
 def _is_loopback(host: str) -> bool:
@@ -144,16 +163,25 @@ def _check_ports(options: ServingOptions) -> None:
                 ) from None
 
 
-def _front(inference: Inference, options: ServingOptions, access: Access, max_requests: int) -> ServingFront:
-    tls, canary, log = access.tls, inference.canary, inference.request_log
+def _front(models: Models, options: ServingOptions, access: Access, max_requests: int) -> ServingFront:
+    tls = access.tls
     return ServingFront(
-        inference.batcher.queue,
-        inference.statistics.requests,
+        [_front_model(one) for one in models.by_name.values()],
+        models.statistics.requests,
         options.timeout_s,
         options.max_request_bytes,
         max_requests,
         None if access.check is None else access.check.token_digest,
         None if tls is None else (str(tls.certificate), str(tls.key), str(tls.ca or "")),
+    )
+
+
+def _front_model(inference: Inference) -> FrontModel:
+    canary, log = inference.canary, inference.request_log
+    return FrontModel(
+        inference.name,
+        inference.batcher.queue,
+        inference.statistics.requests,
         None if canary is None else canary.share.draw,
         None if canary is None else canary.shadow_share.draw,
         None if log is None else log.answered,
@@ -179,35 +207,35 @@ def _use_inputs(front: ServingFront, inference: Inference) -> None:
 
 
 async def _serve(
-    inference: Inference, observer: ProcessObserver, options: ServingOptions, access: Access
+    models: Models, observer: ProcessObserver, options: ServingOptions, access: Access, max_requests: int
 ) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     # Handlers of the loop, which run between callbacks: a Python handler could interrupt any of them.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    max_requests = options.batching.max_queued + _MAX_UNQUEUED
-    front = _front(inference, options, access, max_requests)
-    name = inference.model.settings.name
+    front = _front(models, options, access, max_requests)
     states = health.aio.HealthServicer()
-    handlers = {**Servicer(inference).handlers(), **standard_handlers(states)}
+    handlers = {**Servicer(models).handlers(), **standard_handlers(states)}
     limits = Limits(options.max_request_bytes, options.timeout_s, ENDLESS)
-    calls = GrpcPort(front, handlers, access, inference.statistics, limits)
-    _use_inputs(front, inference)
+    calls = GrpcPort(front, handlers, access, models.statistics, limits)
+    for one in models.by_name.values():
+        _use_inputs(front, one)
     calls.attach()
     port = front.start(options.host, options.port)
     http = None
     try:
         if options.http_port is not None:
-            http = await _serve_http(inference, options, access, max_requests)
+            http = await _serve_http(models, options, access, max_requests)
         get_default_logger().info(
-            "%s is served at %s:%d (Open Inference Protocol over gRPC)", name, options.host, port
+            "%s is served at %s:%d (Open Inference Protocol over gRPC)", models.names, options.host, port
         )
         if observer.address:
             get_default_logger().info("metrics and status are at %s", observer.address)
-        tasks = [asyncio.create_task(_follow_model(front, inference, states))]
-        if inference.canary is not None:
-            tasks.append(asyncio.create_task(_reread_shares(inference.canary)))
+        ready = dict.fromkeys(models.by_name, True)  # as their first versions were loaded
+        watches = [_follow_model(front, one, states, ready) for one in models.by_name.values()]
+        watches += [_reread_shares(one.canary) for one in models.by_name.values() if one.canary is not None]
+        tasks = [asyncio.create_task(watch) for watch in watches]
         # Ready only now: a probe that passes earlier would send requests to a closed port.
         observer.serving = True
         with _advertised(options, port, observer.address):
@@ -223,20 +251,20 @@ async def _serve(
         stopping = asyncio.to_thread(front.stop, _DRAIN_S)
         await asyncio.gather(stopping, *(() if http is None else (http.cleanup(),)))
         calls.detach()
-    get_default_logger().info("%s is no longer served", name)
+    get_default_logger().info("%s is no longer served", models.names)
 
 
 async def _serve_http(
-    inference: Inference, options: ServingOptions, access: Access, max_requests: int
+    models: Models, options: ServingOptions, access: Access, max_requests: int
 ) -> web.AppRunner:
-    endpoint = HttpEndpoint(inference, asyncio.Semaphore(max_requests), access)
+    endpoint = HttpEndpoint(models, asyncio.Semaphore(max_requests), options.timeout_s, access)
     assert options.http_port is not None
     runner, port = await endpoint.listen(options.host, options.http_port, options.max_request_bytes)
-    name = inference.model.settings.name
     scheme = "http" if access.tls is None else "https"
-    get_default_logger().info(
-        "%s is served at %s://%s:%d/v2/models/%s", name, scheme, options.host, port, name
-    )
+    for name in models.by_name:
+        get_default_logger().info(
+            "%s is served at %s://%s:%d/v2/models/%s", name, scheme, options.host, port, name
+        )
     return runner
 
 
@@ -312,8 +340,13 @@ async def _reread_shares(canary: Canary) -> None:
         await asyncio.sleep(_HEALTH_INTERVAL_S)
 
 
-async def _follow_model(front: ServingFront, inference: Inference, states: health.aio.HealthServicer) -> None:
-    """Reports health of the server as a whole (""), and by the names of the service and of the model."""
+async def _follow_model(
+    front: ServingFront, inference: Inference, states: health.aio.HealthServicer, ready: dict[str, bool]
+) -> None:
+    """Reports health by the name of the model, and of the server as a whole ("", and the service's name).
+
+    `ready`: of all models.
+    """
     model = inference.model
     used = None  # the version whose inputs the front knows
     using = _Attempts("tell the gRPC port what the model takes")
@@ -329,8 +362,9 @@ async def _follow_model(front: ServingFront, inference: Inference, states: healt
         with asking:
             # On a thread: with remote rows it asks workers, and the event loop answers requests meanwhile.
             is_ready = await asyncio.to_thread(model.not_ready) is None
-        state = codes.SERVING if is_ready else codes.NOT_SERVING
+        ready[model.settings.name] = is_ready
+        are_ready = all(ready.values())
         with reporting:
-            for name in ("", SERVICE, model.settings.name):
-                await states.set(name, state)
+            for name, answers in (("", are_ready), (SERVICE, are_ready), (model.settings.name, is_ready)):
+                await states.set(name, codes.SERVING if answers else codes.NOT_SERVING)
         await asyncio.sleep(_HEALTH_INTERVAL_S)

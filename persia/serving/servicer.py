@@ -10,7 +10,7 @@ from google.protobuf.json_format import ParseDict
 
 from persia.errors import DeadlineExceededError
 from persia.serving.grpc_port import Call, Handler
-from persia.serving.inference import Inference
+from persia.serving.models import Models
 from persia.serving.protocol import METHODS, SERVICE, parsed, reply_of, status_of, tensors_of
 
 _Method = Callable[[Any, Call], Any]  # answers with a message, or the dict of one, now or later
@@ -22,17 +22,17 @@ _COUNTED = "ModelInfer"  # the others are asked for by probes
 class Servicer:
     """Every method answers with the protocol's message, or with a status and the message of the error."""
 
-    inference: Inference
+    models: Models
 
     def handlers(self) -> dict[str, Handler]:
         """By the paths of their methods."""
-        own = self.inference
+        own = self.models
         methods: dict[str, _Method] = {
             "ServerLive": lambda _, __: {"live": True},
             "ServerReady": self._ready,
             "ModelReady": self._ready,
             "ServerMetadata": lambda _, __: own.server_metadata(),
-            "ModelMetadata": lambda request, _: own.model_metadata(request.name, request.version),
+            "ModelMetadata": lambda request, _: own.named(request.name).model_metadata(request.version),
             "ModelInfer": self._infer,
             "ModelStatistics": lambda request, _: own.model_statistics(request.name, request.version),
             "RepositoryIndex": lambda _, __: {"models": own.repository_index()},
@@ -43,26 +43,30 @@ class Servicer:
         }
 
     async def _ready(self, request: Any, _call: Call) -> dict[str, Any]:
-        if hasattr(request, "name"):
-            self.inference.check_model(request.name, request.version)
-        return {"ready": await self.inference.is_ready()}
+        if not hasattr(request, "name"):
+            return {"ready": await self.models.are_ready()}
+        model = self.models.named(request.name)
+        model.check_version(request.version)
+        return {"ready": await model.is_ready()}
 
     async def _infer(self, request: Any, call: Call) -> Any:
-        tensors = tensors_of(request)
-        prediction = await self.inference.infer(
-            request.model_name, request.model_version, tensors, call.left_s, request.id or call.draw_id
+        model = self.models.named(request.model_name)
+        prediction = await model.infer(
+            request.model_version, tensors_of(request), call.left_s, request.id or call.draw_id
         )
-        return reply_of(request, self.inference.model.settings.name, prediction)
+        return reply_of(request, model.name, prediction)
 
     def _answering(self, name: str, request_class: Any, reply_class: Any, method: _Method) -> Handler:
         async def answer(call: Call) -> None:
-            code = "OK"
+            code, model = "OK", ""
             try:
                 content = await call.message()
                 # Before it is parsed: behind a long queue nobody waits for the answer any more.
                 if call.left_s <= 0:
                     raise DeadlineExceededError("the request's deadline passed before it was read")
-                found = method(parsed(request_class, content), call)
+                request = parsed(request_class, content)
+                model = getattr(request, "model_name", "")
+                found = method(request, call)
                 found = await found if isinstance(found, Awaitable) else found
                 reply = ParseDict(found, reply_class()) if isinstance(found, dict) else found
                 call.send(reply.SerializeToString())
@@ -71,6 +75,6 @@ class Servicer:
                 raise
             finally:
                 if name == _COUNTED:
-                    self.inference.statistics.add_request(call.begin_ns, code)
+                    self.models.statistics_of(model).add_request(call.begin_ns, code)
 
         return answer

@@ -1,26 +1,17 @@
-"""What a server of predictions has done so far, and how `persia-launcher serve` shows it."""
+"""What a server of predictions has done so far for one model."""
 
 from __future__ import annotations
 
 import threading
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from persia._native import DurationStats, RequestCounts, kept_memory_bytes
+from persia._native import DurationStats, RequestCounts
 from persia.embedding.data import PersiaBatch
-from persia.messaging.subjects import SERVING
 from persia.observability.exposition import Families
-from persia.observability.sources import Source, add_following, held
 from persia.serving.batch_predict import Predict, Prediction
-from persia.serving.batcher import Batcher
 from persia.serving.protocol import CODES
-from persia.serving.request_log import RequestLog
-from persia.serving.versions import ServedModel
-
-if TYPE_CHECKING:
-    from persia.serving.canary import Canary
 
 # Samples of a batch: each size up to 8, then three bounds to a doubling, up to 65536.
 SIZE_BOUNDS = [*range(1, 8), *(round(2 ** (i / 3)) for i in range(9, 49))]
@@ -123,84 +114,3 @@ class ServingStatistics:
         families.histogram(
             named("persia_serving_batch_samples"), "Samples of the batches computed.", sizes, _SIZE_LABELS
         )
-
-
-@dataclass(eq=False)
-class ServingSource(Source):
-    """One server of predictions."""
-
-    model: ServedModel
-    statistics: ServingStatistics
-    index: int
-    replicas: int
-    batcher: Batcher
-    canary: Canary | None = None
-    request_log: RequestLog | None = None
-    role = SERVING
-
-    def not_ready(self) -> str | None:
-        return self.model.not_ready()
-
-    def remark(self) -> str:
-        following = self.model.following
-        outage = self.model.outage and f", answers from default rows: {self.model.outage}"
-        trial = "" if self.canary is None else self.canary.remark()
-        return outage + held(None if following is None else following.to_json()) + trial
-
-    def status(self) -> dict[str, Any]:
-        following = self.model.following
-        return {
-            "model": self.model.settings.name,
-            "served_version": self.model.version,
-            "version_error": self.model.error,
-            **self.statistics.status(),
-            "num_running": self.batcher.num_running,
-            "num_waiting": self.batcher.num_waiting,
-            "num_missing": self.model.num_missing,
-            "num_default_batches": self.model.num_default_batches,
-            "rows_error": self.model.outage,
-            "kept_memory_bytes": kept_memory_bytes(),
-            "following": None if following is None else following.to_json(),
-            "canary": None if self.canary is None else self.canary.status(),
-            "request_log": None if self.request_log is None else self.request_log.status(),
-        }
-
-    def add_metrics(self, families: Families) -> None:
-        model = self.model
-        families.gauge(
-            "persia_serving_version_info",
-            "1; the labels tell which version answers.",
-            1,
-            model=model.settings.name,
-            model_version=model.version,
-        )
-        if self.canary is not None:
-            self.canary.add_metrics(families)
-        if self.request_log is not None:
-            self.request_log.add_metrics(families)
-        families.gauge(
-            "persia_serving_version_refused",
-            "1: the newest version cannot be served; the log and /status say why.",
-            bool(model.error),
-        )
-        self.statistics.add_metrics(families)
-        families.gauge(
-            "persia_serving_running_requests", "Requests whose batch is computed.", self.batcher.num_running
-        )
-        families.gauge(
-            "persia_queue_depth", "Entries of a queue.", self.batcher.num_waiting, queue="requests"
-        )
-        families.counter(
-            "persia_serving_default_batches",
-            "Batches answered from default rows, as a server of rows was down (--on-missing-server).",
-            model.num_default_batches,
-        )
-        if model.num_missing is not None:
-            families.counter(
-                "persia_serving_missing_rows",
-                "IDs without a row, read as zeros; of the version that answers.",
-                model.num_missing,
-            )
-        following = model.following
-        if following is not None:
-            add_following(families, following.to_json())

@@ -142,6 +142,15 @@ class ServedModel:
         self.outage = ""
         return rows, False
 
+    def lookup(self, id_features: bytes) -> LookupResult:
+        """Of the rows of the current version, for other models: this one is an `EmbeddingSource` too."""
+        with self._lookups:
+            return self._current.predictor.embeddings.lookup(id_features)
+
+    def check_serving(self) -> None:
+        """See `EmbeddingSource`."""
+        self._current.predictor.embeddings.check_serving()
+
     def not_ready(self) -> str | None:
         """Why no request could be answered now; None: they can. May wait a second for each worker."""
         if self.settings.default_rows is not None:

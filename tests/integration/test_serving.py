@@ -89,7 +89,8 @@ class Served:
         self.address = f"127.0.0.1:{free_port()}"
         self.log = folder / "serve.log"
         command = [sys.executable, "-m", "persia.launcher", "serve", *arguments]
-        command += ["--port", self.address.rpartition(":")[2], "--model-name", "m", "--poll", "0.05"]
+        command += ["--port", self.address.rpartition(":")[2], "--poll", "0.05"]
+        command += [] if "--model" in arguments else ["--model-name", "m"]
         environment = {name: value for name, value in os.environ.items() if name != "PERSIA_NATS_URL"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

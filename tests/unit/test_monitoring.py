@@ -107,22 +107,46 @@ CASES: dict[str, tuple[list[tuple[str, str]], str]] = {
     ),
     "PersiaPredictionsSlow": (
         [
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.5"}', "0+100x30"),
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="0.1"}', "0+90x30"),
-            ('persia_serving_request_seconds_bucket{persia_job="j",replica="0",le="+Inf"}', "0+100x30"),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="0.5"}',
+                "0+100x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="0.1"}',
+                "0+90x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="ads",le="+Inf"}',
+                "0+100x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="feed",le="0.1"}',
+                "0+9000x30",
+            ),
+            (
+                'persia_serving_request_seconds_bucket{persia_job="j",replica="0",model="feed",le="+Inf"}',
+                "0+9000x30",
+            ),
         ],
-        'persia_job="j",replica="0"',
+        'persia_job="j",replica="0",model="ads"',
     ),
     "PersiaPredictionsFail": (
         [
-            ('persia_serving_requests_total{persia_job="j",replica="0",status="OK"}', "0+90x30"),
-            ('persia_serving_requests_total{persia_job="j",replica="0",status="UNAVAILABLE"}', "0+2x30"),
+            ('persia_serving_requests_total{persia_job="j",replica="0",model="ads",status="OK"}', "0+90x30"),
+            (
+                'persia_serving_requests_total{persia_job="j",replica="0",model="ads",status="UNAVAILABLE"}',
+                "0+2x30",
+            ),
+            (
+                'persia_serving_requests_total{persia_job="j",replica="0",model="feed",status="OK"}',
+                "0+900x30",
+            ),
         ],
-        'persia_job="j",replica="0"',
+        'persia_job="j",replica="0",model="ads"',
     ),
     "PersiaVersionRefused": (
-        [('persia_serving_version_refused{role="serving",replica="0"}', "1x30")],
-        'role="serving",replica="0"',
+        [('persia_serving_version_refused{role="serving",replica="0",model="ads"}', "1x30")],
+        'role="serving",replica="0",model="ads"',
     ),
     "PersiaFollowerStuck": (
         [('persia_inc_stuck{role="serving",replica="0"}', "1x30")],
@@ -241,7 +265,7 @@ def test_the_stack_mounts_what_is_there_and_pushes_where_it_is_scraped() -> None
 def test_a_dashboard_asks_for_metrics_that_exist(name: str) -> None:
     """By their names; tests/integration/test_watching_a_job.py runs each query against a job."""
     sources = [*(REPOSITORY / "persia" / "observability").glob("*.py")]
-    sources.append(REPOSITORY / "persia" / "serving" / "statistics.py")
+    sources += [REPOSITORY / "persia" / "serving" / name for name in ("models.py", "statistics.py")]
     # Counters of servers are declared where they are counted.
     native = (REPOSITORY / "native" / "src").rglob("*.*")
     sources += [path for path in native if path.suffix in (".h", ".cc") and "_test" not in path.name]

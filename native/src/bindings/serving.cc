@@ -227,16 +227,11 @@ struct DeleteWithoutGil {
 };
 
 std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
-    std::shared_ptr<RequestQueue> queue, std::shared_ptr<RequestCounts> counts,
+    std::vector<FrontModel> models, std::shared_ptr<RequestCounts> counts,
     std::chrono::milliseconds timeout, uint64_t max_message_bytes, uint32_t max_calls,
     const std::optional<py::bytes>& token_digest,
-    const std::optional<std::tuple<std::string, std::string, std::string>>& tls,
-    std::shared_ptr<Draw> canary, std::shared_ptr<Draw> shadow,
-    std::shared_ptr<AnsweredRequests> log) {
+    const std::optional<std::tuple<std::string, std::string, std::string>>& tls) {
   FrontOptions options;
-  options.canary = std::move(canary);
-  options.shadow = std::move(shadow);
-  options.log = std::move(log);
   options.timeout = timeout;
   options.grpc.max_message_bytes = max_message_bytes;
   // A few of the largest always fit.
@@ -256,7 +251,7 @@ std::unique_ptr<Front, DeleteWithoutGil> MakeFront(
         [&] { return net::TlsFiles::Load(certificate, key, ca, net::TlsFiles::Use::kHttp2); }));
   }
   return std::unique_ptr<Front, DeleteWithoutGil>(
-      new Front(std::move(options), std::move(queue), std::move(counts)));
+      new Front(std::move(options), std::move(models), std::move(counts)));
 }
 
 using IdsTuple = std::tuple<std::string, uint64_t>;
@@ -322,11 +317,19 @@ py::list TakeEvents(Front& front) {
 }
 
 void BindFront(py::module_& module) {
+  py::class_<FrontModel>(module, "FrontModel")
+      .def(py::init([](std::string name, std::shared_ptr<RequestQueue> queue,
+                       std::shared_ptr<RequestCounts> counts, std::shared_ptr<Draw> canary,
+                       std::shared_ptr<Draw> shadow, std::shared_ptr<AnsweredRequests> log) {
+             return FrontModel{std::move(name),   std::move(queue),  std::move(counts),
+                               std::move(canary), std::move(shadow), std::move(log)};
+           }),
+           py::arg("name"), py::arg("queue"), py::arg("counts"), py::arg("canary") = nullptr,
+           py::arg("shadow") = nullptr, py::arg("log") = nullptr);
   py::class_<Front, std::unique_ptr<Front, DeleteWithoutGil>>(module, "ServingFront")
-      .def(py::init(&MakeFront), py::arg("queue"), py::arg("counts"), py::arg("timeout_s"),
+      .def(py::init(&MakeFront), py::arg("models"), py::arg("counts"), py::arg("timeout_s"),
            py::arg("max_message_bytes"), py::arg("max_calls"),
-           py::arg("token_digest") = std::nullopt, py::arg("tls") = std::nullopt,
-           py::arg("canary") = nullptr, py::arg("shadow") = nullptr, py::arg("log") = nullptr)
+           py::arg("token_digest") = std::nullopt, py::arg("tls") = std::nullopt)
       .def("start", Blocking(&Front::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&Front::Stop), py::arg("timeout_s"))
       .def("set_inputs", &SetInputs, py::arg("model_name"), py::arg("ids"), py::arg("dense"),

@@ -144,6 +144,8 @@ void BindStore(py::module_& module) {
            py::arg("is_from_nothing") = false, with_state, keep_store)
       .def("remove_small_rows", OfStore(&EmbeddingStore::RemoveSmallRows))
       .def("num_updates", &NumUpdates, py::arg("signs"))
+      .def("stats",
+           [](const BoundStore& self) { return WithoutGil([&] { return self.store.stats(); }); })
       .def("tier_stats", &TierStats)
       .def("request_checkpoint",
            [](BoundStore& self) {

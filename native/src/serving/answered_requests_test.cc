@@ -35,10 +35,10 @@ class LogTest : public FrontTest {};
 
 TEST_F(LogTest, ALogThatHangsRefusesNoRequest) {
   FrontOptions options;
-  options.log = LogOfAll(1 << 20);
+  const auto log = LogOfAll(1 << 20);
   options.grpc.max_held_bytes = 100'000;
   queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000});
-  Start(options);
+  Start(options, log);
   StartComputing();
   Client client(port_);
   const std::string request =
@@ -47,7 +47,7 @@ TEST_F(LogTest, ALogThatHangsRefusesNoRequest) {
     const auto answer = client.Call(kInfer, request);
     ASSERT_EQ(answer.status, "0") << i << ": " << answer.message;
   }
-  EXPECT_EQ(options.log->num_dropped(), 0u);
+  EXPECT_EQ(log->num_dropped(), 0u);
 }
 
 }  // namespace

@@ -305,6 +305,16 @@ TEST_F(BoundsTest, TooManyTensorsAreRefusedWithoutPython) {
   for (int i = 0; i < 5000; ++i) ProtoWriter(&request).Bytes(5, "");
   EXPECT_EQ(client.Call(kInfer, request).status, "3");
   EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 1u);
+  // So are those for a model that the server does not have, or whose end cannot be read.
+  std::string unknown = RequestOf(BatchOf({7}, {1}), "other");
+  for (int i = 0; i < 5000; ++i) ProtoWriter(&unknown).Bytes(5, "");
+  EXPECT_EQ(client.Call(kInfer, unknown).status, "3");
+  EXPECT_EQ(client.Call(kInfer, request + '\x0f').status, "3");
+  // And those that are for Python otherwise: its first output is not plain.
+  std::string unusual;
+  ProtoWriter(&unusual).Bytes(6, std::string("\x08\x01", 2));
+  EXPECT_EQ(client.Call(kInfer, unusual + request).status, "3");
+  EXPECT_EQ(NumOf(GrpcCode::kInvalidArgument), 4u);
 }
 
 TEST_F(BoundsTest, WhatTheServerRefusesIsCountedSo) {
@@ -327,12 +337,12 @@ TEST_F(BoundsTest, WhatTheServerRefusesIsCountedSo) {
 
 // Python chooses the queue, which need not be the one that is full.
 TEST_F(BoundsTest, WithoutInputsAFullQueueRefusesNothing) {
-  Start();
+  Start({}, {{.name = "m", .queue = queue_, .counts = counts_},
+             {.name = "n", .queue = queue_, .counts = counts_}});
   Client client(port_);
   for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
   ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 4; }));
-  front_->SetInputs(nullptr);
-  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  const int32_t id = client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "n"));
   front_->Finish(Begun(), GrpcCode::kOk, "");
   EXPECT_EQ(client.End(id).status, "0");
 }

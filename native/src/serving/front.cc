@@ -27,6 +27,21 @@ GrpcCode CodeOf(const Status& status) {
   }
 }
 
+bool Takes(const Draw* draw, const std::string& id) { return draw != nullptr && draw->Takes(id); }
+
+// Whether several draws of one request have to agree.
+bool MayBeDrawn(const FrontModel& model) {
+  const auto has_share = [](const Draw* draw) { return draw != nullptr && draw->share() > 0; };
+  return has_share(model.canary.get()) || has_share(model.shadow.get()) ||
+         (model.log != nullptr && has_share(&model.log->draw()));
+}
+
+// Canary and shadow copies are computed by Python's classes, so a request that is drawn for one of
+// them goes there whole.
+bool IsForPython(const FrontModel& model, bool is_stable, const std::string& draw_id) {
+  return (!is_stable && Takes(model.canary.get(), draw_id)) || Takes(model.shadow.get(), draw_id);
+}
+
 }  // namespace
 
 // The way from the threads that compute to the server, which may end before they do.
@@ -61,7 +76,7 @@ class Front::InferCall : public Waiting {
       : Waiting(std::move(request.samples), infer.deadline),
         outlet_(front.outlet_),
         held_(infer.message->held),
-        counts_(front.counts_),
+        counts_(infer.model->counts),
         log_(std::move(log)),
         call_(call),
         arrived_(infer.head.arrived),
@@ -108,10 +123,10 @@ class Front::InferCall : public Waiting {
   std::atomic<bool> ended_ = false;
 };
 
-Front::Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
+Front::Front(FrontOptions options, std::vector<FrontModel> models,
              std::shared_ptr<RequestCounts> counts)
     : options_(std::move(options)),
-      queue_(std::move(queue)),
+      models_(std::move(models)),
       counts_(std::move(counts)),
       outlet_(std::make_shared<Outlet>(&server_)),
       events_ready_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -126,12 +141,14 @@ StatusOr<uint16_t> Front::Start(const std::string& host, uint16_t port) {
 
 void Front::SetInputs(std::shared_ptr<const ModelInputs> inputs) {
   const std::lock_guard lock(mutex_);
-  inputs_ = std::move(inputs);
+  max_tensors_ = std::max(max_tensors_.load(), MaxTensorsOf(*inputs));
+  inputs_[inputs->model_name] = std::move(inputs);
 }
 
-std::shared_ptr<const ModelInputs> Front::inputs() {
+std::shared_ptr<const ModelInputs> Front::InputsOf(const FrontModel& model) {
   const std::lock_guard lock(mutex_);
-  return inputs_;
+  const auto found = inputs_.find(model.name);
+  return found == inputs_.end() ? nullptr : found->second;
 }
 
 // ---- events
@@ -184,6 +201,25 @@ bool Front::HasToken(const CallHead& head) const {
   return CRYPTO_memcmp(digest.data(), options_.token_digest->data(), digest.size()) == 0;
 }
 
+// Before the message is read, which would take longer than to refuse it. Without inputs Python says
+// which queue it joins.
+StatusOr<RequestQueue::Place> Front::Admit(Clock::time_point deadline) {
+  StatusOr<RequestQueue::Place> place = RequestQueue::Place();
+  // The message tells the model. So a call is refused only if it would wait too long for each.
+  for (const FrontModel& model : models_) {
+    if (InputsOf(model) == nullptr) return RequestQueue::Place();
+    place = model.queue->Admit(deadline);
+    if (place.ok()) break;
+  }
+  // A reservation in the queue of one model could keep its requests out for those of another.
+  if (place.ok() && models_.size() > 1) return RequestQueue::Place();
+  return place;
+}
+
+RequestCounts& Front::CountsOf(const Infer& infer) const {
+  return infer.model == nullptr ? *counts_ : *infer.model->counts;
+}
+
 CallVerdict Front::OnCall(CallId call, const CallHead& head) {
   // Python also answers who has no token, so that refusals are worded and recorded once.
   if (head.method != kModelInfer || !HasToken(head)) {
@@ -192,22 +228,16 @@ CallVerdict Front::OnCall(CallId call, const CallHead& head) {
   }
   const auto deadline =
       std::min(head.deadline.value_or(Clock::time_point::max()), head.arrived + options_.timeout);
-  // Before its message is read, which would take longer than to refuse it. Without inputs Python
-  // says which queue it joins.
-  RequestQueue::Place place;
-  if (inputs() != nullptr) {
-    auto admitted = queue_->Admit(deadline);
-    if (!admitted.ok()) {
-      const GrpcCode code = CodeOf(admitted.status());
-      counts_->Add(head.arrived, code);
-      return {.code = code, .text = admitted.status().message()};
-    }
-    place = std::move(admitted).value();
+  auto place = Admit(deadline);
+  if (!place.ok()) {
+    const GrpcCode code = CodeOf(place.status());
+    counts_->Add(head.arrived, code);
+    return {.code = code, .text = place.status().message()};
   }
   Infer& infer = infers_[call];
   infer.head = head;
   infer.deadline = deadline;
-  infer.place = std::move(place);
+  infer.place = std::move(place).value();
   return {.due = deadline};
 }
 
@@ -224,8 +254,7 @@ void Front::OnMessage(CallId call, GrpcMessage message) {
   Infer& infer = found->second;
   if (infer.is_refused) return;
   if (infer.message.has_value()) {
-    infer.is_refused = true;
-    return Refuse(call, infer.head.arrived,
+    return Refuse(call, &infer,
                   InvalidArgument("ModelInfer takes one message, and there are several"));
   }
   infer.message = std::move(message);
@@ -238,21 +267,15 @@ void Front::OnEnd(CallId call) {
   }
   Infer& infer = found->second;
   if (infer.is_refused) return;
-  const auto wanted = inputs();
-  std::optional<InferRequest> request;
-  if (infer.message.has_value() && !infer.message->is_compressed && wanted != nullptr) {
-    auto read = ReadInferRequest(infer.message->bytes, *wanted);
-    if (!read.ok()) {
-      infer.is_refused = true;
-      return Refuse(call, infer.head.arrived, read.status());
-    }
-    request = std::move(read).value();
-  }
+  auto read = Read(&infer);
+  if (!read.ok()) return Refuse(call, &infer, read.status());
+  std::optional<InferRequest> request = std::move(read).value();
   std::shared_ptr<AnsweredRequests> log;
   if (request.has_value()) {
-    const std::string draw_id = request->id.empty() && MayBeDrawn() ? RandomId() : request->id;
-    if (options_.log != nullptr && options_.log->draw().Takes(draw_id)) log = options_.log;
-    if (IsForPython(*request, draw_id)) {
+    const FrontModel& model = *infer.model;
+    const std::string draw_id = request->id.empty() && MayBeDrawn(model) ? RandomId() : request->id;
+    if (model.log != nullptr && model.log->draw().Takes(draw_id)) log = model.log;
+    if (IsForPython(model, request->is_stable, draw_id)) {
       infer.head.draw_id = draw_id;
       request.reset();
     }
@@ -266,23 +289,26 @@ void Front::OnEnd(CallId call) {
       std::make_shared<InferCall>(*this, call, infer, *std::move(request), std::move(log));
   infer.message.reset();
   infer.place = {};
-  if (const Status status = queue_->Submit(infer.submitted); !status.ok()) {
+  if (const Status status = infer.model->queue->Submit(infer.submitted); !status.ok()) {
     infer.submitted->Fail(CodeOf(status), status.message());
   }
 }
 
-// Whether several draws of one request have to agree.
-bool Front::MayBeDrawn() const {
-  const auto has_share = [](const Draw* draw) { return draw != nullptr && draw->share() > 0; };
-  return has_share(options_.canary.get()) || has_share(options_.shadow.get()) ||
-         (options_.log != nullptr && has_share(&options_.log->draw()));
-}
-
-bool Front::IsForPython(const InferRequest& request, const std::string& draw_id) const {
-  if (options_.canary != nullptr && !request.is_stable && options_.canary->Takes(draw_id)) {
-    return true;
+// None: Python is to take it. Finds its model.
+StatusOr<std::optional<InferRequest>> Front::Read(Infer* infer) {
+  if (!infer->message.has_value() || infer->message->is_compressed) {
+    return std::optional<InferRequest>();
   }
-  return options_.shadow != nullptr && options_.shadow->Takes(draw_id);
+  std::shared_ptr<const ModelInputs> inputs;
+  const auto inputs_of = [&](std::string_view name) -> const ModelInputs* {
+    const auto found = std::find_if(models_.begin(), models_.end(),
+                                    [&](const FrontModel& model) { return model.name == name; });
+    if (found == models_.end()) return nullptr;
+    infer->model = &*found;
+    inputs = InputsOf(*found);
+    return inputs.get();
+  };
+  return ReadInferRequest(infer->message->bytes, inputs_of, max_tensors_);
 }
 
 // Python's reader takes it or explains what is wrong.
@@ -297,8 +323,9 @@ void Front::HandOver(CallId call, Infer* infer) {
   Push({.kind = CallEvent::Kind::kEnd, .call = call, .head = {}});
 }
 
-void Front::Refuse(CallId call, Clock::time_point arrived, const Status& status) {
-  counts_->Add(arrived, CodeOf(status));
+void Front::Refuse(CallId call, Infer* infer, const Status& status) {
+  infer->is_refused = true;
+  CountsOf(*infer).Add(infer->head.arrived, CodeOf(status));
   server_.Finish(call, CodeOf(status), status.message());
 }
 
@@ -307,8 +334,7 @@ void Front::OnLate(CallId call) {
   if (found == infers_.end()) return;
   Infer& infer = found->second;
   if (infer.submitted == nullptr) {
-    infer.is_refused = true;
-    return Refuse(call, infer.head.arrived,
+    return Refuse(call, &infer,
                   DeadlineExceeded("the request's deadline passed before its message arrived"));
   }
   infer.submitted->GiveUp();
@@ -319,7 +345,7 @@ void Front::OnLate(CallId call) {
 void Front::OnRefused(CallId call, GrpcCode code) {
   const auto found = infers_.find(call);
   if (found == infers_.end() || std::exchange(found->second.is_refused, true)) return;
-  counts_->Add(found->second.head.arrived, code);
+  CountsOf(found->second).Add(found->second.head.arrived, code);
 }
 
 void Front::OnClosed(CallId call) {
@@ -332,7 +358,7 @@ void Front::OnClosed(CallId call) {
     submitted->GiveUp();
     submitted->End(GrpcCode::kCancelled);
   } else if (!found->second.is_refused) {
-    counts_->Add(found->second.head.arrived, GrpcCode::kCancelled);
+    CountsOf(found->second).Add(found->second.head.arrived, GrpcCode::kCancelled);
   }
   infers_.erase(found);
 }

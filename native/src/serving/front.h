@@ -1,5 +1,5 @@
-// Front: the port for predictions. Plain ModelInfer requests are read, queued and answered here,
-// without Python; every other call is handed to Python as events.
+// Front: the port for predictions of one model or several. Plain ModelInfer requests are read,
+// queued and answered here, without Python; every other call is handed to Python as events.
 #pragma once
 
 #include <array>
@@ -31,10 +31,17 @@ struct FrontOptions {
   std::chrono::nanoseconds timeout = std::chrono::seconds(10);  // of requests without a deadline
   // SHA-256 of the token that requests need to be answered without Python; none: no token is.
   std::optional<std::array<unsigned char, 32>> token_digest;
+};
+
+// A model behind the port.
+struct FrontModel {
+  std::string name;
+  std::shared_ptr<RequestQueue> queue;
+  std::shared_ptr<RequestCounts> counts;
   // Plain requests that Python is to answer: those that ask for no version, and any. Null: none.
-  std::shared_ptr<const Draw> canary;
-  std::shared_ptr<const Draw> shadow;
-  std::shared_ptr<AnsweredRequests> log;  // null: none
+  std::shared_ptr<const Draw> canary = nullptr;
+  std::shared_ptr<const Draw> shadow = nullptr;
+  std::shared_ptr<AnsweredRequests> log = nullptr;  // null: none
 };
 
 // What happened to a call that Python answers.
@@ -59,7 +66,8 @@ struct CallEvent {
 // client that left. Calls of Python are counted there.
 class Front : private CallHandler {
  public:
-  Front(FrontOptions options, std::shared_ptr<RequestQueue> queue,
+  // `counts`: of requests that end before they tell their model, or name none of `models`.
+  Front(FrontOptions options, std::vector<FrontModel> models,
         std::shared_ptr<RequestCounts> counts);
   ~Front() override;
 
@@ -67,7 +75,8 @@ class Front : private CallHandler {
   // are known.
   StatusOr<uint16_t> Start(const std::string& host, uint16_t port);
   void Stop(std::chrono::milliseconds timeout) { server_.Stop(timeout); }
-  // What plain requests have from now on; null: all go to Python.
+  // What plain requests of the model `inputs->model_name` have from now on. Before the first call
+  // for a model, all its requests go to Python.
   void SetInputs(std::shared_ptr<const ModelInputs> inputs);
 
   // Readable while there are events.
@@ -91,6 +100,7 @@ class Front : private CallHandler {
     std::optional<GrpcMessage> message;
     net::Clock::time_point deadline;
     RequestQueue::Place place;             // in the queue, until its message has arrived
+    const FrontModel* model = nullptr;     // null: its message has not told, or names none
     std::shared_ptr<InferCall> submitted;  // null: its message has not arrived
     bool is_refused = false;               // and counted
   };
@@ -104,29 +114,29 @@ class Front : private CallHandler {
   void OnRefused(CallId call, GrpcCode code) override;
   void OnClosed(CallId call) override;
 
-  // Canary and shadow copies are computed by Python's classes, so a request that is drawn for one
-  // of them goes there whole.
-  bool IsForPython(const InferRequest& request, const std::string& draw_id) const;
-  bool MayBeDrawn() const;
+  StatusOr<RequestQueue::Place> Admit(net::Clock::time_point deadline);
+  StatusOr<std::optional<InferRequest>> Read(Infer* infer);
+  RequestCounts& CountsOf(const Infer& infer) const;
   bool HasToken(const CallHead& head) const;
   // From a call that was read here to one that Python answers: Python sees
   // the events that it would have seen from the beginning.
   void HandOver(CallId call, Infer* infer);
   // For what is wrong with a request beyond doubt. Anything less clear goes to Python, which
   // explains it.
-  void Refuse(CallId call, net::Clock::time_point arrived, const Status& status);
+  void Refuse(CallId call, Infer* infer, const Status& status);
   void Push(CallEvent event);
   void PushClosed(CallId call);
-  std::shared_ptr<const ModelInputs> inputs();
+  std::shared_ptr<const ModelInputs> InputsOf(const FrontModel& model);
 
   const FrontOptions options_;
-  const std::shared_ptr<RequestQueue> queue_;
+  const std::vector<FrontModel> models_;
   const std::shared_ptr<RequestCounts> counts_;
   const std::shared_ptr<Outlet> outlet_;
-  std::unordered_map<CallId, Infer> infers_;  // of the server's thread alone
+  std::unordered_map<CallId, Infer> infers_;            // of the server's thread alone
+  std::atomic<size_t> max_tensors_ = MaxTensorsOf({});  // of a request, for the largest model
 
   std::mutex mutex_;  // guards what follows
-  std::shared_ptr<const ModelInputs> inputs_;
+  std::unordered_map<std::string, std::shared_ptr<const ModelInputs>> inputs_;  // by model
   // That Python has not taken. At most those of the calls that are open, and one of each call that
   // Python knows.
   std::map<CallId, std::vector<CallEvent>> events_;

@@ -63,6 +63,44 @@ TEST_F(FrontTest, AFullQueueRefusesAtOnce) {
   for (const int32_t id : queued) EXPECT_EQ(client.End(id).status, "0");
 }
 
+TEST_F(FrontTest, EachModelHasAQueueOfItsOwn) {
+  const auto queue = std::make_shared<RequestQueue>(QueueOptions{.max_queued = 1});
+  const auto counts = std::make_shared<RequestCounts>("n");
+  Start({}, {{.name = "m", .queue = queue_, .counts = counts_},
+             {.name = "n", .queue = queue, .counts = counts}});
+  ModelInputs inputs = Inputs();
+  inputs.model_name = "n";
+  front_->SetInputs(std::make_shared<ModelInputs>(inputs));
+  StartComputing();
+  Client client(port_);
+  const int32_t first = client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "n"));
+  ASSERT_TRUE(Eventually([&] { return queue->num_waiting() == 1; }));
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {2}), "n")).status, "8");
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {3}))).status, "0");
+  queue->Next()->Answer({"n", "1", {}, {{"FP32", {1}, 0, {}}}});
+  EXPECT_EQ(client.End(first).status, "0");
+  EXPECT_EQ(counts->snapshot().by_code[static_cast<size_t>(GrpcCode::kResourceExhausted)], 1u);
+  EXPECT_EQ(NumOf(GrpcCode::kOk), 1u);
+}
+
+TEST_F(FrontTest, ACallIsRefusedUnreadIfTheQueuesOfAllModelsAreFull) {
+  const auto queue = std::make_shared<RequestQueue>(QueueOptions{.max_queued = 1});
+  const auto counts = std::make_shared<RequestCounts>("of a model");
+  Start({}, {{.name = "m", .queue = queue_, .counts = counts},
+             {.name = "n", .queue = queue, .counts = counts}});
+  ModelInputs inputs = Inputs();
+  inputs.model_name = "n";
+  front_->SetInputs(std::make_shared<ModelInputs>(inputs));
+  Client client(port_);
+  for (int i = 0; i < 4; ++i) client.Begin(kInfer, RequestOf(BatchOf({7}, {1})));
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() == 4; }));
+  client.Begin(kInfer, RequestOf(BatchOf({7}, {1}), "n"));
+  ASSERT_TRUE(Eventually([&] { return queue->num_waiting() == 1; }));
+  EXPECT_EQ(client.Call(kInfer, RequestOf(BatchOf({7}, {1}), "n")).status, "8");
+  EXPECT_EQ(NumOf(GrpcCode::kResourceExhausted), 1u);
+  EXPECT_EQ(counts->snapshot().by_code[static_cast<size_t>(GrpcCode::kResourceExhausted)], 0u);
+}
+
 TEST_F(FrontTest, WhoWaitsNoLongerIsNotComputed) {
   Start();
   Client client(port_);

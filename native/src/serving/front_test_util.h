@@ -27,8 +27,12 @@ inline FrontOptions Patient() {
 
 class FrontTest : public ::testing::Test {
  protected:
-  void Start(FrontOptions options = {}) {
-    front_ = std::make_unique<Front>(std::move(options), queue_, counts_);
+  void Start(FrontOptions options = {}, std::shared_ptr<AnsweredRequests> log = nullptr) {
+    std::vector<FrontModel> models{{.name = "m", .queue = queue_, .counts = counts_, .log = log}};
+    Start(std::move(options), std::move(models));
+  }
+  void Start(FrontOptions options, std::vector<FrontModel> models) {
+    front_ = std::make_unique<Front>(std::move(options), std::move(models), counts_);
     front_->SetInputs(std::make_shared<ModelInputs>(Inputs()));
     port_ = front_->Start("127.0.0.1", 0).value();
   }

@@ -91,20 +91,21 @@ bool ReadOutput(Bytes message, std::string_view* name) {
 
 // Views into `content`. Unknown fields are skipped, as protobuf requires of readers; known ones of
 // another wire type are left to Python.
+// False: it is not plain, or has too many tensors. What is not plain is counted to the end: Python
+// would read all of it.
 bool ReadMessage(Bytes content, Message* message) {
   ProtoReader reader(content);
+  bool is_plain = true;
   for (Field field; reader.Next(&field);) {
     const bool is_known = field.number <= 7 && field.number != 4;
-    if (is_known && field.wire != ProtoReader::kBytes) return false;
+    is_plain = is_plain && (!is_known || field.wire == ProtoReader::kBytes);
     switch (field.number) {
       case 1: message->model_name = field.text(); break;
       case 2: message->model_version = field.text(); break;
       case 3: message->id = field.text(); break;
-      case 5:
-        if (!ReadInput(field.bytes, &message->inputs.emplace_back())) return false;
-        break;
+      case 5: is_plain = ReadInput(field.bytes, &message->inputs.emplace_back()) && is_plain; break;
       case 6:
-        if (!ReadOutput(field.bytes, &message->outputs.emplace_back())) return false;
+        is_plain = ReadOutput(field.bytes, &message->outputs.emplace_back()) && is_plain;
         break;
       case 7: message->raw.push_back(field.bytes); break;
       default: break;
@@ -113,7 +114,7 @@ bool ReadMessage(Bytes content, Message* message) {
                                       message->raw.size()}) > message->max_tensors;
     if (message->has_too_many) return false;
   }
-  return reader.ok();
+  return reader.ok() && is_plain;
 }
 
 // The only element of a BYTES tensor.
@@ -360,9 +361,7 @@ std::optional<Samples> ReadSamples(Message* message, const ModelInputs& inputs) 
 std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) {
   const bool is_stable = message->model_version == "stable";
   const bool is_known = is_stable || message->model_version.empty();
-  if (message->model_name != inputs.model_name || !is_known || !IsAscii(message->id)) {
-    return std::nullopt;
-  }
+  if (!is_known || !IsAscii(message->id)) return std::nullopt;
   InferRequest request;
   request.id = message->id;
   request.is_stable = is_stable;
@@ -375,15 +374,24 @@ std::optional<InferRequest> Accept(Message* message, const ModelInputs& inputs) 
 
 }  // namespace
 
+size_t MaxTensorsOf(const ModelInputs& inputs) {
+  constexpr size_t kEnough = 4096;  // for other readers
+  return std::max(kEnough, 3 * (inputs.ids.size() + inputs.dense.size()));
+}
+
 StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> content,
-                                                       const ModelInputs& inputs) {
-  constexpr size_t kEnough = 4096;  // for other models and readers
+                                                       const InputsOfModel& inputs_of,
+                                                       size_t max_tensors) {
   Message message;
-  message.max_tensors = std::max(kEnough, 3 * (inputs.ids.size() + inputs.dense.size()));
-  if (ReadMessage(content, &message)) return Accept(&message, inputs);
-  if (!message.has_too_many) return std::optional<InferRequest>();
-  return InvalidArgument("the request has more than ", message.max_tensors,
-                         " inputs or outputs: send those of the model");
+  message.max_tensors = max_tensors;
+  const bool is_read = ReadMessage(content, &message);
+  const ModelInputs* inputs = inputs_of(message.model_name);
+  if (message.has_too_many) {
+    return InvalidArgument("the request has more than ", max_tensors,
+                           " inputs or outputs: send those of the model");
+  }
+  if (!is_read || inputs == nullptr) return std::optional<InferRequest>();
+  return Accept(&message, *inputs);
 }
 
 }  // namespace persia::serving

@@ -5,10 +5,13 @@
 // wrong with one: no rule has two explanations. What is accepted here must mean the same there.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/status.h"
@@ -44,9 +47,16 @@ struct InferRequest {
   Samples samples;
 };
 
-// None: the reader in Python is to take it. kInvalidArgument: it has more tensors than any model,
-// and no reader should take it.
+// Of the model that a message names; null: its requests are for Python.
+using InputsOfModel = std::function<const ModelInputs*(std::string_view)>;
+
+// More inputs or outputs than this are too many for a model.
+size_t MaxTensorsOf(const ModelInputs& inputs);
+
+// None: the reader in Python is to take it. kInvalidArgument: it has more than `max_tensors` inputs
+// or outputs, and no reader should take it. `inputs_of` is called once, also for such a message.
 StatusOr<std::optional<InferRequest>> ReadInferRequest(std::span<const std::byte> message,
-                                                       const ModelInputs& inputs);
+                                                       const InputsOfModel& inputs_of,
+                                                       size_t max_tensors);
 
 }  // namespace persia::serving

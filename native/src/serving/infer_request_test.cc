@@ -14,8 +14,16 @@ namespace {
 
 using namespace testing;  // NOLINT: this layer's own test helpers
 
+StatusOr<std::optional<InferRequest>> ReadBytes(std::span<const std::byte> request,
+                                                const ModelInputs& inputs = Inputs()) {
+  const auto inputs_of = [&](std::string_view name) {
+    return name == inputs.model_name ? &inputs : nullptr;
+  };
+  return ReadInferRequest(request, inputs_of, MaxTensorsOf(inputs));
+}
+
 std::optional<InferRequest> Read(const std::string& request, const ModelInputs& inputs = Inputs()) {
-  return ReadInferRequest(BytesOf(request), inputs).value();
+  return ReadBytes(BytesOf(request), inputs).value();
 }
 
 // A request with tensors by name, each with its raw bytes.
@@ -138,14 +146,13 @@ TEST(InferRequestTest, CutOffAnywhereOrDamaged) {
     for (size_t size = 0; size < whole.size(); ++size) {
       // A copy of that size: a sanitizer sees what is read behind it.
       const std::vector<char> cut(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(size));
-      EXPECT_FALSE(ReadInferRequest(std::as_bytes(std::span(cut)), Inputs()).value().has_value())
-          << size;
+      EXPECT_FALSE(ReadBytes(std::as_bytes(std::span(cut))).value().has_value()) << size;
     }
     for (size_t at = 0; at < whole.size(); ++at) {
       for (const char flipped : {'\x01', '\x80', '\xff'}) {
         std::vector<char> damaged(whole.begin(), whole.end());
         damaged[at] = static_cast<char>(damaged[at] ^ flipped);
-        const auto request = ReadInferRequest(std::as_bytes(std::span(damaged)), Inputs()).value();
+        const auto request = ReadBytes(std::as_bytes(std::span(damaged))).value();
         if (!request.has_value()) continue;
         const std::vector<const Samples*> parts = {&request->samples};
         EXPECT_TRUE(Merge(parts).ok());
@@ -159,7 +166,7 @@ TEST(InferRequestTest, TooManyTensorsAreRefused) {
   for (const uint32_t field : {5u, 6u, 7u}) {
     std::string request = RequestOf(BatchOf(kIds, kAges));
     for (int i = 0; i < 4097; ++i) ProtoWriter(&request).Bytes(field, "");
-    const auto read = ReadInferRequest(BytesOf(request), Inputs());
+    const auto read = ReadBytes(BytesOf(request));
     EXPECT_EQ(read.status().code(), StatusCode::kInvalidArgument) << field;
   }
   ModelInputs large = Inputs();

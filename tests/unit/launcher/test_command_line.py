@@ -299,9 +299,9 @@ def serve_options(tmp_path):
 
 @pytest.fixture
 def served(monkeypatch, tmp_path):
-    """What the server was started with: (ModelSettings, ServingOptions) of each call."""
+    """What the server was started with: (list of ModelOptions, ServingOptions) of each call."""
     seen = []
-    monkeypatch.setattr(server, "serve", lambda settings, options: seen.append((settings, options)))
+    monkeypatch.setattr(server, "serve", lambda models, options: seen.append((models, options)))
     (tmp_path / "slots.yml").write_text("slots_config: {user: {dim: 8}}")
     return seen
 
@@ -319,6 +319,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served)
     options = {option for one in command.params if isinstance(one, click.Option) for option in one.opts}
     assert options == given.keys() | {
         "--embedding-worker",
+        "--model",
         "--trust-scripts",
         "--allow-nonfinite",
         "--require-token",
@@ -331,7 +332,8 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served)
     ]
     result = run("serve", str(tmp_path / "model"), *words)
     assert result.exit_code == 0, result.output
-    ((settings, serving),) = served
+    (((model,), serving),) = served
+    settings = model.settings
     assert (env.get_verify_keys(), env.trusts_scripts()) == (["ads.pub"], True)
     assert (settings.name, settings.sample, settings.poll_s, settings.servers) == (
         "ads",
@@ -343,7 +345,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served)
     assert list(settings.slots.slots_config) == ["user"]
     assert (settings.follow.poll_s, settings.follow.max_behind) == (9, 10)
     assert (settings.follow.packets.name, settings.follow.checkpoints) == ("packets", settings.location)
-    batching = serving.batching
+    batching = model.batching
     assert (batching.max_batch_size, batching.max_delay_s, batching.max_queued) == (2, 0.003, 4)
     assert (batching.num_threads, serving.max_request_bytes, serving.timeout_s) == (6, 5 << 20, 7)
     assert (serving.host, serving.port, serving.metrics_port, serving.http_port) == ("::1", 1, 12, 17)
@@ -352,7 +354,7 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served)
     files = serving.tls_cert, serving.tls_key, serving.tls_client_ca
     assert (serving.require_token, *map(str, files)) == (True, "tls.crt", "tls.key", "ca.crt")
     assert (serving.nats_url, serving.replica_index, serving.replica_size) == ("nats://h:13", 14, 15)
-    canary, log = serving.canary, serving.request_log
+    canary, log = model.canary, model.request_log
     assert (canary.location.name, canary.share, canary.shadow_share) == ("next", 0.25, 0.125)
     assert (canary.max_errors, canary.drift_limit) == (18, 0.375)
     assert (log.path, log.log_share, log.max_log_bytes) == (tmp_path / "log", 0.625, 19 << 20)
@@ -361,19 +363,79 @@ def test_every_option_of_serve_reaches_the_server(monkeypatch, tmp_path, served)
 def test_serve_with_rows_of_embedding_workers(tmp_path, served):
     workers = ("--embedding-worker", "h:1", "--embedding-worker", "h:2")
     assert run("serve", str(tmp_path / "model"), *workers).exit_code == 0
-    ((settings, serving),) = served
-    assert (serving.canary, serving.request_log) == (None, None)
+    (((model,), _),) = served
+    settings = model.settings
+    assert (model.canary, model.request_log, model.rows_of) == (None, None, None)
     assert settings.slots is None
     assert settings.embeddings is not None
     assert settings.default_rows is None
     defaults = ("--on-missing-server", "default", "--embedding-config", str(tmp_path / "slots.yml"))
     assert run("serve", str(tmp_path / "model"), *workers, *defaults).exit_code == 0
-    assert served[1][0].default_rows is not None
+    assert served[1][0][0].settings.default_rows is not None
     result = run("serve", str(tmp_path / "model"), *workers, *defaults[:2])
     assert result.exit_code == 2
     assert "--embedding-config for the shapes" in result.output
     result = run("serve", str(tmp_path / "model"), "--shadow-share", "0.5")
     assert "--shadow-share and --canary-max-drift need --canary" in result.output
+
+
+def test_serve_several_models(tmp_path, served):
+    slots = str(tmp_path / "slots.yml")
+    own = f"ads=model/,embedding-config={slots},incremental-dir=packets/,threads=3"
+    own += ",canary=next/,canary-share=0.5"
+    head = "head=head/,rows=ads"
+    result = run("serve", "--model", own, "--model", head, "--poll", "8", "--max-queued", "9")
+    assert result.exit_code == 0, result.output
+    (((ads, head), _),) = served
+    assert (ads.settings.name, head.settings.name) == ("ads", "head")
+    assert (ads.settings.location.name, ads.settings.follow.packets.name) == ("model", "packets")
+    assert list(ads.settings.slots.slots_config) == ["user"]
+    assert (ads.canary.share, ads.batching.num_threads, ads.rows_of) == (0.5, 3, None)
+    assert (head.canary, head.batching.num_threads, head.rows_of) == (None, 1, "ads")
+    assert (head.settings.follow, head.settings.slots, head.settings.embeddings) == (None, None, None)
+    for one in (ads, head):  # by the options for all
+        assert (one.settings.poll_s, one.batching.max_queued) == (8, 9)
+
+
+_A_AND_B = ("--model", "a=x", "--model", "b=y")
+_HEAD_OF_A = ("--model", "a=x", "--model", "b=y,rows=a")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "give either CHECKPOINT or, once for each of several models, --model NAME=DIR"),
+        (("model/", "--model", "ads=model/"), "give either CHECKPOINT or"),
+        (("--model", "model/"), "--model 'model/' is not like NAME=DIR"),
+        (("--model", "a=x", "--model", "a=y"), "--model a is given twice"),
+        (("--model", "a=x,rows=b", "--model", "b=y"), "rows=b names no model before it"),
+        (("--model", "a=x,port=1"), "'port' is no option of one model: choose among rows, embedding-config"),
+        (("--model", "a=x,threads=0"), "0 is not in the range"),
+        (("--model", "a=x,rows"), "'rows' has no value"),
+        (("--model", "a=x,threads=1,threads=2"), "threads is given twice"),
+        (("--model", "a=x", "--model-name", "ads"), "--model-name is of one model"),
+        (
+            (*_A_AND_B, "--request-log", "log"),
+            "--request-log is the same for several models: give each its own",
+        ),
+        ((*_A_AND_B, "--canary", "next/"), "--canary is the same for several models: give each its own"),
+        ((*_A_AND_B, "--incremental-dir", "p/"), "rows=NAME to the others"),
+        (
+            ("--model", "a=x,incremental-dir=p", "--model", "b=y,incremental-dir=p/"),
+            "rows=NAME to the others",
+        ),
+        ((*_HEAD_OF_A, "--incremental-dir", "p/"), "give incremental-dir=DIR to a alone, behind a comma"),
+        (
+            ("--model", "a=x", "--model", "b=y,rows=a,incremental-dir=p"),
+            "b: rows=a has no packets of its own",
+        ),
+        ((*_HEAD_OF_A, "--embedding-worker", "h:1"), "leave rows= out"),
+    ],
+)
+def test_what_is_wrong_with_several_models(served, words, error):
+    result = run("serve", *words)
+    assert (result.exit_code, served) == (2, [])
+    assert error in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize("option", ["--verify-key", "--sign-key"])

@@ -215,6 +215,17 @@ def test_what_a_canary_does() -> None:
         assert cells(process(SERVING, stats={"canary": {**canary, **changed}}))[-1].endswith(text)
 
 
+def test_several_models_in_one_server() -> None:
+    models = [
+        {"model": "ads", "served_version": "7", "version_error": "", "following": FOLLOWING},
+        {"model": "feed", "served_version": "8", "version_error": "no rows", "following": None},
+    ]
+    expected = "ads: version 7, packet 41, 2 behind, 0.5 s late; feed: version 8; the newest version cannot"
+    details = cells(process(SERVING, stats={"models": models}))[-1]
+    assert details.startswith("2 models, 3 failed, 9 samples a batch; ")
+    assert expected in details
+
+
 def test_below_the_table() -> None:
     first = process(NN_WORKER, index=0, replicas=3, reported={"auc": 0.79125, "step": 120})
     second = process(NN_WORKER, index=1, replicas=3, reported={"auc": 0.5, "loss": 0.25})

@@ -114,9 +114,9 @@ def test_a_canary_that_does_not_answer(canary: Canary) -> None:
     try:
         # Also requests without a deadline, which would otherwise never end.
         with pytest.raises(DeadlineExceededError, match="passed before its answer"):
-            asyncio.run(served.infer("m", "canary", TENSORS, 0.01))
+            asyncio.run(served.infer("canary", TENSORS, 0.01))
         assert canary.trial.num_errors == 0
-        assert asyncio.run(served.infer("m", "", TENSORS, 6.0)).version == "1"
+        assert asyncio.run(served.infer("", TENSORS, 6.0)).version == "1"
         assert canary.trial.num_errors == 1
         assert canary.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 2}
     finally:
@@ -144,7 +144,7 @@ def test_what_a_request_of_the_share_counts_as(
     model.predict = predict
     served = inference(canary)
     try:
-        assert asyncio.run(served.infer("m", "", TENSORS)).version == "1"
+        assert asyncio.run(served.infer("", TENSORS)).version == "1"
     finally:
         served.batcher.close()
     assert canary.trial.num_errors == num_errors

@@ -16,8 +16,10 @@ from persia.packets import follower
 from persia.packets.packet import BaseKind
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.gate import Gate
+from persia.serving.inference import Inference
+from persia.serving.models import Models, ServingSource
 from persia.serving.predictor import ModelSettings
-from persia.serving.statistics import ServingSource, ServingStatistics
+from persia.serving.statistics import ServingStatistics
 from persia.serving.versions import ServedModel
 from persia.storage.location import Location
 from persia.storage.position import Position
@@ -145,6 +147,12 @@ def test_bug_9_a_late_packet_is_waited_for(trainer: PacketTrainer, serve: Any) -
     assert answer(model)[1] == [18.0]
 
 
+def source_of(model: Any) -> ServingSource:
+    """What shows a server of this model alone."""
+    batcher = Batcher(model.predict, BatchingOptions())
+    return ServingSource(Models.of([Inference(model, batcher, ServingStatistics(), 60.0)]), 0, 1)
+
+
 def new_training(trainer: PacketTrainer) -> None:
     """One that begins from nothing, with a stream of its own."""
     time.sleep(1.0)  # streams are ordered by the second
@@ -162,7 +170,7 @@ def test_a_training_that_starts_from_nothing_is_held_until_a_pin_takes_it(
         newest = trainer.trained(value)
     wait_until(lambda: model.following.held, lambda: model.following)
     assert f"stream {newest.stream} does not start from what is in use" in model.error
-    source = ServingSource(model, ServingStatistics(), 0, 1, Batcher(model.predict, BatchingOptions()))
+    source = source_of(model)
     assert source.remark().startswith(", held: stream"), "for /readyz"
     assert source.not_ready() is None
     assert answer(model) == (str(old), [2.0])
@@ -192,7 +200,7 @@ def test_a_training_from_nothing_is_taken_once_it_passes_the_gate(trainer: Packe
     wait_until(lambda: "fails the gate" in model.error, lambda: model.following)
     assert f"{far} fails the gate: its predictions differ from those in use by 48 on average" in model.error
     assert model.following.held
-    source = ServingSource(model, ServingStatistics(), 0, 1, Batcher(model.predict, BatchingOptions()))
+    source = source_of(model)
     assert "--gate-drift 0.5" in source.remark(), "for /readyz and status"
     assert answer(model) == (str(old), [2.0])
     assert old in trainer.log.positions()

@@ -30,6 +30,7 @@ from persia.serving.batch_predict import Prediction
 from persia.serving.batcher import Batcher, BatchingOptions
 from persia.serving.grpc_port import Call, Limits
 from persia.serving.inference import Inference
+from persia.serving.models import Models
 from persia.serving.protocol import CODES, message
 from persia.serving.request_log import RequestLog, RequestLogOptions
 from persia.serving.server import ServingOptions, _serve
@@ -40,11 +41,19 @@ from tests.ports import free_port
 
 HEALTH = "/grpc.health.v1.Health"
 WAIT_S = 20.0
+MAX_REQUESTS = 768
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 @pytest.fixture
 def may_answer() -> threading.Event:
     return threading.Event()
+
+
+def model_named(name: str) -> Mock:
+    model = Mock(not_ready=lambda: None, signature=None, checked=lambda batch: batch)
+    model.settings.name, model.settings.allow_nonfinite = name, False
+    return model
 
 
 @pytest.fixture
@@ -53,8 +62,7 @@ def inference(may_answer: threading.Event) -> Iterator[Inference]:
         assert may_answer.wait(WAIT_S)
         return Prediction("1", [np.zeros(batch.batch_size)])
 
-    model = Mock(not_ready=lambda: None, signature=None, checked=lambda batch: batch)
-    model.settings.name, model.settings.allow_nonfinite = "m", False
+    model = model_named("m")
     batcher = Batcher(predict, BatchingOptions())
     yield Inference(model, batcher, ServingStatistics(), WAIT_S)
     may_answer.set()
@@ -62,10 +70,11 @@ def inference(may_answer: threading.Event) -> Iterator[Inference]:
 
 
 @contextlib.asynccontextmanager
-async def served(inference: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
+async def served(*inferences: Inference, **options: Any) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a server that runs during the block, or until SIGTERM."""
     port = free_port()
-    serving = _serve(inference, Mock(address=""), ServingOptions(port=port, **options), EVERYBODY)
+    models, given = Models.of(inferences), ServingOptions(port=port, **options)
+    serving = _serve(models, Mock(address=""), given, EVERYBODY, MAX_REQUESTS)
     server = asyncio.create_task(serving)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         await asyncio.wait_for(channel.channel_ready(), WAIT_S)
@@ -93,6 +102,32 @@ def test_calls_without_a_message_end(inference: Inference) -> None:
     asyncio.run(scenario())
 
 
+def test_health_does_not_flap_at_the_start(inference: Inference, may_answer: threading.Event) -> None:
+    slow = replace(inference, model=model_named("slow"))
+    slow.model.not_ready = lambda: None if may_answer.wait(WAIT_S) else "late"  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with served(inference, slow) as channel:
+            check = channel.unary_unary(f"{HEALTH}/Check")
+
+            async def is_serving(name: str) -> bool:
+                request = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+                reply = await asyncio.wait_for(check(request), WAIT_S)
+                return bool(health_pb2.HealthCheckResponse.FromString(reply).status == SERVING)
+
+            begin_s = time.monotonic()
+            while time.monotonic() < begin_s + WAIT_S:
+                await asyncio.sleep(0.01)
+                with contextlib.suppress(grpc.aio.AioRpcError):  # NOT_FOUND: it was not asked yet
+                    if await is_serving("m"):
+                        break
+            assert await is_serving("m")
+            assert await is_serving(""), "the other was not asked yet"
+            may_answer.set()
+
+    asyncio.run(scenario())
+
+
 def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
     request = message("ModelInferRequest")(model_name="m")
     contents = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
@@ -110,6 +145,26 @@ def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
     assert inference.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 5}
 
 
+def test_plain_requests_for_each_of_several_models_need_no_python(
+    inference: Inference, may_answer: threading.Event
+) -> None:
+    may_answer.set()
+    others = [replace(inference, model=model_named(name)) for name in ("n", "o")]
+    for one in (inference, *others):
+        object.__setattr__(one, "infer", Mock(side_effect=UnavailableError("Python was asked")))
+
+    async def scenario() -> None:
+        async with served(inference, *others) as channel:
+            ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            for name in "mno":
+                request = message("ModelInferRequest")(model_name=name)
+                contents = request.inputs.add(name="batch", datatype="BYTES", shape=[1]).contents
+                contents.bytes_contents.append(BATCH.to_bytes())
+                await asyncio.wait_for(ask(request.SerializeToString()), WAIT_S)
+
+    asyncio.run(scenario())
+
+
 def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
     inference: Inference, may_answer: threading.Event, tmp_path: Path
 ) -> None:
@@ -122,7 +177,7 @@ def test_plain_requests_beside_a_canary_and_a_log_need_no_python(
     in_python, answered, expected = [], [], []
 
     async def infer(*arguments: Any) -> Prediction:
-        in_python.append(arguments[4])
+        in_python.append(arguments[3])
         raise UnavailableError("Python was asked")
 
     async def scenario() -> None:
@@ -245,7 +300,7 @@ def test_the_port_is_closed_if_the_other_cannot_be_opened(inference: Inference) 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ServingOptions(port=port, http_port=taken.getsockname()[1])
         with pytest.raises(StorageError, match="--http-port") as failure:
-            asyncio.run(_serve(inference, Mock(), options, EVERYBODY))
+            asyncio.run(_serve(Models.of([inference]), Mock(), options, EVERYBODY, MAX_REQUESTS))
         # What the error's traceback holds is alive still.
         assert failure.tb is not None
         with pytest.raises(ConnectionRefusedError):

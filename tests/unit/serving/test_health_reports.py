@@ -38,7 +38,7 @@ async def follow(model: Model) -> list[Any]:
     states = health.aio.HealthServicer()
     inference: Any = SimpleNamespace(model=model, canary=None)
     front: Any = None
-    reports = asyncio.create_task(server._follow_model(front, inference, states))
+    reports = asyncio.create_task(server._follow_model(front, inference, states, {"m": False}))
 
     async def reported() -> Any:
         asked = model.num_asked

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 from persia.serving.http import HttpEndpoint
 from persia.serving.inference import Inference
+from persia.serving.models import Models
 
 HEAD = b"POST /v2/models/ads/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n"
 
@@ -23,10 +24,10 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, str]:
 
 def test_a_slow_body_ends_and_takes_no_more_than_its_permit() -> None:
     statistics = Mock()
-    inference = Inference(Mock(), Mock(), statistics, timeout_s=3.0)
+    models = Models({"ads": Inference(Mock(), Mock(), statistics, timeout_s=3.0)}, Mock())
 
     async def ask() -> list[Any]:
-        endpoint = HttpEndpoint(inference, asyncio.Semaphore(1))
+        endpoint = HttpEndpoint(models, asyncio.Semaphore(1), 3.0)
         runner, port = await endpoint.listen("127.0.0.1", 0, 1 << 20)
         try:
             slow, slow_writer = await asyncio.open_connection("127.0.0.1", port)

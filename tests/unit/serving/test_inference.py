@@ -44,7 +44,7 @@ def inference(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> Inference:
 
 
 async def started(inference: Inference, queue: Queue, count: int) -> list[asyncio.Task[Prediction]]:
-    tasks = [asyncio.create_task(inference.infer("ads", "", [])) for _ in range(count)]
+    tasks = [asyncio.create_task(inference.infer("", [])) for _ in range(count)]
     while len(queue.futures) < count:
         await asyncio.sleep(0)
     return tasks
@@ -116,7 +116,7 @@ def test_an_answer_after_its_client_has_left_is_dropped(inference: Inference, qu
 
 def test_a_request_that_nothing_answers_ends_with_its_deadline(inference: Inference, queue: Queue) -> None:
     async def scenario() -> None:
-        asked = inference.infer("ads", "", [], left_s=0.01)
+        asked = inference.infer("", [], left_s=0.01)
         with pytest.raises(DeadlineExceededError, match="before its answer"):
             await asyncio.wait_for(asked, WAIT_S)
         assert queue.futures[0].cancelled(), "it is not computed"
