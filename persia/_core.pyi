@@ -180,6 +180,9 @@ class ServingFront:
         None: the model has no signature. `dense`: name, number of the dtype in PersiaBatch.to_bytes, shape of
         a sample. `by_name`: tensors may be named like features."""
 
+    def check_tensors(self, message: bytes) -> None:
+        """InvalidArgumentError: this ModelInferRequest, which was compressed, has too many inputs or outputs."""
+
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:
         """(number of the call, kind, what it says) each: "call" (method, authorization, encoding, peer,

@@ -112,6 +112,8 @@ class Call:
                 f"the message's {len(content)} bytes are not one whole {self._encoding}: send one for each "
                 "message"
             )
+        if self.method.endswith("/ModelInfer"):  # the front has counted those of other messages
+            self._front.check_tensors(inflated)
         return inflated
 
 

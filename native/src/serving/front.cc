@@ -294,6 +294,11 @@ void Front::OnEnd(CallId call) {
   }
 }
 
+Status Front::CheckTensors(std::span<const std::byte> message) const {
+  const auto no_inputs = [](std::string_view) -> const ModelInputs* { return nullptr; };
+  return ReadInferRequest(message, no_inputs, max_tensors_).status();
+}
+
 // None: Python is to take it. Finds its model.
 StatusOr<std::optional<InferRequest>> Front::Read(Infer* infer) {
   if (!infer->message.has_value() || infer->message->is_compressed) {

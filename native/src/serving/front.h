@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -78,6 +79,10 @@ class Front : private CallHandler {
   // What plain requests of the model `inputs->model_name` have from now on. Before the first call
   // for a model, all its requests go to Python.
   void SetInputs(std::shared_ptr<const ModelInputs> inputs);
+
+  // kInvalidArgument: a ModelInfer message, inflated by Python, has too many inputs or outputs. A
+  // few bytes inflate to millions, each of them an object for Python's parser.
+  Status CheckTensors(std::span<const std::byte> message) const;
 
   // Readable while there are events.
   int events_fd() const { return events_ready_.get(); }

@@ -145,6 +145,22 @@ def test_a_late_request_is_counted_as_such(inference: Inference) -> None:
     assert inference.statistics.status()["by_status"] == {"DEADLINE_EXCEEDED": 5}
 
 
+def test_a_compressed_request_has_a_number_of_tensors_as_well(inference: Inference) -> None:
+    request = message("ModelInferRequest")(model_name="m")
+    for _ in range(4097):  # a million would inflate from a few kilobytes
+        request.inputs.add()
+
+    async def scenario() -> None:
+        async with served(inference) as channel:
+            infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            call = infer(request.SerializeToString(), compression=grpc.Compression.Gzip)
+            code, details = await status_of(call)
+            assert code == grpc.StatusCode.INVALID_ARGUMENT
+            assert "4096" in details
+
+    asyncio.run(scenario())
+
+
 def test_plain_requests_for_each_of_several_models_need_no_python(
     inference: Inference, may_answer: threading.Event
 ) -> None:
