@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
 from persia.errors import ConfigError
-from persia.launcher import cli, job_costs, job_plan
+from persia.launcher import cli, heap, job_costs, job_plan
 from persia.launcher import plan as plan_command
 from persia.launcher.job_costs import Constants, Hosts, Job, Role, SlotLoad, Traffic
 from persia.messaging.payloads import IdsRequest, SubmittedBatch
@@ -287,7 +287,7 @@ def test_a_batch_in_flight_waits_for_the_rank_and_its_device() -> None:
 
 
 def test_the_model_is_timed_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_command, "ctypes", None)  # settings of memory need it, and here it is missing
+    monkeypatch.setattr(heap, "ctypes", None)  # settings of memory need it, and here it is missing
     rank = {"count": 1, "cores": 8}
     words = ("--json", "--batch-size", "64", "--top-mlp-sizes", "8,1", "--bottom-mlp-sizes", "8")
     plan = json.loads(run(tmp_path, *words, "--dim", "8", hosts=HOSTS | {"ranks": rank}).output)
