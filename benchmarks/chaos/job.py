@@ -46,6 +46,7 @@ _PATTERNS = {
 # A process may take a minute to start where others use the processors.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^nn-worker +\| step (\d+)$")
+_BACK_OFF = re.compile(r"; every process is started again in (\S+) s \(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,7 @@ class Kill:
     which: int = 0
     at: float = 0.0  # by time.monotonic(); 0: not yet
     pause_s: float = 0.0  # the longest time between two steps from this kill to the next
+    back_off_s: float = 0.0  # for which the launcher waited meanwhile before it restarted the whole job
 
 
 @dataclass
@@ -87,16 +89,19 @@ class Outcome:
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
+    back_off_s = 0.0
     with started(folder, settings, len(kills)) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
+            if (found := _BACK_OFF.search(line)) is not None:
+                back_off_s += float(found[1])
             if (found := _STEP.match(line.rstrip())) is None:
                 continue
             now = time.monotonic()
-            if current is not None:
-                current.pause_s = max(current.pause_s, now - max(last_step_at, current.at))
-            last_step_at = now
+            if current is not None and (pause_s := now - max(last_step_at, current.at)) > current.pause_s:
+                current.pause_s, current.back_off_s = pause_s, back_off_s
+            last_step_at, back_off_s = now, 0.0
             if left and int(found[1]) >= left[0].step and _kill(process.pid, left[0]):
                 current = left.pop(0)
         exit_code = process.wait()
