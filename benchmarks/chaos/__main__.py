@@ -65,7 +65,13 @@ def main(
     keep: Path | None,
 ) -> None:
     total = batches or ranks * (100 + 20 * num_kills)
-    settings = Settings(batches=total, ranks=ranks, standbys=standbys, deadline_s=600 + 120 * num_kills)
+    settings = Settings(
+        batches=total,
+        ranks=ranks,
+        standbys=standbys,
+        spare_restarts=num_kills,
+        deadline_s=600 + 120 * num_kills,
+    )
     kills = plan(num_kills, settings, roles, seed)
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
         outcome = run(Path(folder) / "killed", settings, kills)
@@ -86,6 +92,7 @@ def main(
         ranks=ranks,
         standbys=standbys,
         wasted=outcome.wasted,
+        restarts=outcome.restarts,
         load=os.getloadavg()[0],
         kills=done,
         problems=problems,

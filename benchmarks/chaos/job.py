@@ -46,6 +46,7 @@ _PATTERNS = {
 # A process may take a minute to start where others use the processors.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^nn-worker +\| step (\d+)$")
+_RESTARTS = re.compile(r"^restarts: (\d+) of ", re.MULTILINE)
 _BACK_OFF = re.compile(r"; every process is started again in (\S+) s \(")
 
 
@@ -59,6 +60,7 @@ class Settings:
     every_steps: int = 20
     pace_s: float = 0.02
     standbys: int = 0  # of each parameter server
+    spare_restarts: int = 0  # besides one for each kill: on a busy machine, processes miss deadlines
     deadline_s: float = 600.0
     scripts: tuple[str, str] = ("recovered.py", "loader.py")  # of ranks and of data loaders
 
@@ -85,12 +87,17 @@ class Outcome:
     trained: list[int] = field(default_factory=list)  # numbers of batches, by all ranks
     wasted: int = 0  # steps that were trained and rolled back
 
+    @property
+    def restarts(self) -> int:
+        """As the launcher has counted them."""
+        return sum(map(int, _RESTARTS.findall(self.output)))
+
 
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
     back_off_s = 0.0
-    with started(folder, settings, len(kills)) as process:
+    with started(folder, settings, len(kills) + settings.spare_restarts) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)

@@ -25,6 +25,7 @@ class Result:
     ranks: int
     standbys: int
     wasted: int = 0
+    restarts: int = 0
     load: float = 0.0
     kills: list[Kill] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -73,6 +74,7 @@ def main(files: Sequence[Path]) -> None:
     click.echo(
         f"{len(results)} runs, {len(failed)} failed, {sum(len(result.kills) for result in results)} kills,"
     )
+    click.echo(f"{sum(result.restarts for result in results)} restarts,")
     click.echo(f"{sum(result.wasted for result in results)} steps rolled back and trained again;")
     click.echo(f"load of the machine {loads[0]:.0f} to {loads[-1]:.0f}")
     for result in failed:
