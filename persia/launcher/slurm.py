@@ -65,12 +65,20 @@ needed[nats]=$!
 """
 
 _END = """
-has_ended() { ! kill -0 "$1" 2>/dev/null; }
+fail() {{
+    local count=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+    if ((count <= {max_restarts})); then
+        echo "persia-launcher: the job is queued again (restart $count of {max_restarts})" >&2
+        scontrol requeue "$SLURM_JOB_ID" && {{ sleep 600 & wait $!; }} # until SLURM ends this script
+    fi
+    exit "$1"
+}}
+has_ended() {{ ! kill -0 "$1" 2>/dev/null; }}
 until has_ended "$training"; do
-    for name in "${!needed[@]}"; do
-        if has_ended "${needed[$name]}"; then
+    for name in "${{!needed[@]}}"; do
+        if has_ended "${{needed[$name]}}"; then
             echo "persia-launcher: $name ended before the training; the job is stopped" >&2
-            exit 1
+            fail 1
         fi
     done
     # Loaders may end before the training. If they fail, the training may still be about to end.
@@ -78,11 +86,11 @@ until has_ended "$training"; do
         sleep 5
         has_ended "$training" && break
         echo "persia-launcher: data-loaders failed; the job is stopped" >&2
-        exit 1
+        fail 1
     fi
     sleep 1
 done
-wait "$training"
+wait "$training" || fail $?
 """
 
 
@@ -94,6 +102,7 @@ class SlurmJob(JobDescription):
     sbatch: tuple[str, ...]
     sbatch_for: tuple[tuple[str, tuple[str, ...]], ...]
     setup: str
+    max_restarts: int
 
 
 @click.command("slurm")
@@ -117,6 +126,13 @@ class SlurmJob(JobDescription):
 )
 @option(
     "--setup", default="", metavar="TEXT", help="A line of bash to run first: 'source venv/bin/activate'."
+)
+@option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="How often the job is queued again after it has failed, or a node has. A script with "
+    "TrainCtx(recovery=...) continues after its newest checkpoint.",
 )
 @option(
     "--output",
@@ -183,7 +199,7 @@ def sbatch_script(job: SlurmJob) -> str:
     ]
     if job.data_loader is None:
         steps.insert(-1, "loaders=\n")
-    return _header(job, counts) + start + "".join(steps) + _END
+    return _header(job, counts) + start + "".join(steps) + _END.format(max_restarts=job.max_restarts)
 
 
 def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
@@ -196,6 +212,8 @@ def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
         if role != "parameter-servers":
             lines.append("#SBATCH hetjob")
         lines.append(f"#SBATCH --ntasks={count}")
+        if job.max_restarts:
+            lines.append("#SBATCH --requeue --open-mode=append")
         if role == "ranks":
             lines.append(f"#SBATCH --nodes={count} --ntasks-per-node=1")
         # sbatch hands the options of one component to no other.

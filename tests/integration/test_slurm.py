@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.job import trained_by
 from persia.launcher.supervisor import ProcessSpec, Supervisor
 from persia.utils import dump_yaml
 from persia.waiting import Attempts
@@ -46,6 +47,7 @@ SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=1,sched_interval=1
 ReturnToService=2
+SlurmdTimeout=60
 KillWait=20
 MailProg=/bin/true
 {nodes}
@@ -109,10 +111,10 @@ def _write(slurm, folder: Path, script: str, *arguments: str) -> None:
     )
 
 
-def _run_to_end(slurm, folder: Path) -> tuple[str, str]:
+def _run_to_end(slurm, folder: Path, deadline_s: float = DEADLINE_S) -> tuple[str, str]:
     """("STATE CODE:SIGNAL", output) of the job."""
     number = slurm("sbatch", "--parsable", "--output=output.txt", "job.sh", cwd=folder).strip()
-    for _ in Attempts(DEADLINE_S, pause_s=0.5):
+    for _ in Attempts(deadline_s, pause_s=0.5):
         shown = dict(
             word.partition("=")[::2]
             for word in slurm("scontrol", "show", "job", f"{number}+0", "--oneliner").split()
@@ -120,7 +122,7 @@ def _run_to_end(slurm, folder: Path) -> tuple[str, str]:
         )
         if shown["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"):
             return f"{shown['JobState']} {shown['ExitCode']}", (folder / "output.txt").read_text()
-    pytest.fail(f"job {number} has not ended after {DEADLINE_S:g} s: {shown}")
+    pytest.fail(f"job {number} has not ended after {deadline_s:g} s: {shown}")
 
 
 def test_slurm_accepts_the_script(slurm, tmp_path):
@@ -195,3 +197,71 @@ def test_a_server_that_fails_ends_the_job(slurm, tmp_path):
     ended, output = _run_to_end(slurm, tmp_path)
     assert ended == "FAILED 1:0", output
     assert "ended before the training; the job is stopped" in output
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_fails_is_queued_again(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "open('starts', 'a').write('x'); exit(len(open('starts').read()) < 2)\n"
+    )
+    _write(slurm, tmp_path, "train.py", "--max-restarts", "1")
+    ended, output = _run_to_end(slurm, tmp_path, 800)  # SLURM waits two minutes before it starts a job again
+    assert ended == "COMPLETED 0:0", output
+    assert "persia-launcher: the job is queued again (restart 1 of 1)" in output
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def _kill_node_of_rank(folder: Path) -> str:
+    """Kills the daemon of a node, its `slurmstepd` and the rank there; returns the node's name."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # has ended
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if str(JOBS / "recovered.py").encode() not in words or Path(os.readlink(path / "cwd")) != folder:
+                continue
+            variables = dict(
+                word.partition(b"=")[::2] for word in (path / "environ").read_bytes().split(b"\0")
+            )
+            node = variables[b"SLURMD_NODENAME"].decode()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            (daemon,) = _processes(b"slurmd", b"-N", node.encode())
+            for process in (daemon, parent, int(path.name)):
+                os.kill(process, signal.SIGKILL)
+            return node
+    raise AssertionError("no rank runs")
+
+
+def _processes(program: bytes, *arguments: bytes) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(program) and all(word in words for word in arguments):
+                found.append(int(path.name))
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_a_job_that_loses_a_node_is_queued_again_and_continues_after_its_checkpoint(slurm, tmp_path):
+    """The last test: the node stays down."""
+    loader = ("--data-loader", str(JOBS / "loader.py"), "--loader-args", "--total 400 --resume")
+    script = ("--", str(tmp_path / "run"), "20", "0.05", "400")
+    (tmp_path / "run").mkdir()
+    _write(slurm, tmp_path, str(JOBS / "recovered.py"), *loader, "--max-restarts", "2", *script)
+    output, nodes = tmp_path / "output.txt", list[str]()
+
+    def kill() -> None:
+        for _ in Attempts(DEADLINE_S):
+            if output.exists() and "step 50\n" in output.read_text():
+                nodes.append(_kill_node_of_rank(tmp_path))
+                return
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ended, printed = _run_to_end(slurm, tmp_path, 800)
+    killer.join()
+    assert nodes
+    assert ended == "COMPLETED 0:0", printed
+    assert "continues after step" in printed
+    trained, wasted = trained_by(tmp_path / "run" / "rank0.log")
+    assert sorted(trained) == list(range(400)), "each batch exactly once"
+    assert wasted > 0
