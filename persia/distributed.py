@@ -9,6 +9,7 @@ import importlib.util
 import os
 import pathlib
 import socket
+from collections.abc import Container
 from datetime import timedelta
 from typing import Any
 
@@ -98,6 +99,7 @@ class DDPOption(DistributedBaseOption):
         master_addr: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        others = _sockets()
         # A script may have joined the group itself, as for metrics over ranks.
         if not dist.is_initialized():
             where = self._where(master_addr)
@@ -111,7 +113,7 @@ class DDPOption(DistributedBaseOption):
         # find_unused_parameters: a batch may leave parameters without a gradient.
         device_ids = None if self.backend == "gloo" or device_id is None else [device_id]
         made = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
-        _limit_retransmission_pauses()  # of the connections that it has made
+        _limit_retransmission_pauses(others)
         return made, optimizer
 
     def _where(self, master_addr: str | None) -> str:
@@ -231,22 +233,35 @@ def _collective_timeout() -> timedelta:
     return timedelta(seconds=2 * env.get_deadline_s())
 
 
-def _limit_retransmission_pauses() -> None:
+def _sockets() -> dict[str, int]:
+    """A descriptor of each socket of this process, by the name of the socket; empty if this is not Linux."""
+    found = {}
+    with contextlib.suppress(OSError):  # not Linux
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found[os.readlink(f"/proc/self/fd/{number}")] = int(number)
+    return {name: number for name, number in found.items() if name.startswith("socket:")}
+
+
+def _limit_retransmission_pauses(others: Container[str]) -> None:
     """Lets TCP retransmit every second while the network is cut. It would double the pause each time.
 
-    Torch has no setting for its sockets, so this is done for all connections of the process.
+    Torch has no setting for its sockets: they are the sockets of this process that are not in `others`. NATS
+    and RPC may connect again meanwhile. Their sockets use keepalive, which TCP_USER_TIMEOUT would delay.
     """
-    # TCP would give up after 15 retransmissions, now seconds after the first.
-    give_up_ms = int(_collective_timeout().total_seconds() * 1000)
-    with contextlib.suppress(OSError):  # not Linux
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # no connection of TCP, closed meanwhile, or an older Linux
-                connection = socket.socket(fileno=int(name))
-                try:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)
+    give_up_ms = min(int(_collective_timeout().total_seconds() * 1000), 2**31 - 1)
+    for name, number in _sockets().items():
+        if name in others:
+            continue
+        with contextlib.suppress(OSError):  # no connection of TCP, closed meanwhile, or an older Linux
+            connection = socket.socket(fileno=number)
+            try:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
                     connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
-                finally:
-                    connection.detach()
+                    # TCP would give up after 15 retransmissions, now seconds after the first.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)
+            finally:
+                connection.detach()
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:

@@ -86,7 +86,7 @@ def main(
             problems += differences(undisturbed(Path(folder) / "undisturbed", settings), outcome)
         if problems and keep is not None:
             (Path(folder) / "output.log").write_text(outcome.output)
-            shutil.copytree(folder, keep / f"seed-{seed}")
+            shutil.copytree(folder, keep / f"seed-{seed}", dirs_exist_ok=True)
     result = Result(
         seed=seed,
         ranks=ranks,

@@ -68,8 +68,10 @@ _END = """
 fail() {{
     local count=$((${{SLURM_RESTART_COUNT:-0}} + 1))
     if ((count <= {max_restarts})); then
-        echo "persia-launcher: the job is queued again (restart $count of {max_restarts})" >&2
-        scontrol requeue "$SLURM_JOB_ID" && {{ sleep 600 & wait $!; }} # until SLURM ends this script
+        echo "persia-launcher: asks SLURM to queue the job again (restart $count of {max_restarts})" >&2
+        # Not a job that is being cancelled, whose processes end too. SLURM then ends this script.
+        if scontrol requeue Incomplete "$SLURM_JOB_ID"; then sleep 600 & wait $!; fi
+        echo "persia-launcher: SLURM has not queued the job again; submit it again with sbatch" >&2
     fi
     exit "$1"
 }}
@@ -131,8 +133,8 @@ class SlurmJob(JobDescription):
     "--max-restarts",
     type=click.IntRange(min=0),
     default=0,
-    help="How often the job is queued again after it has failed, or a node has. A script with "
-    "TrainCtx(recovery=...) continues after its newest checkpoint.",
+    help="A job that fails is queued again, so often at most. A failure of a node counts, but always queues "
+    "it again. A script with TrainCtx(recovery=...) continues after its newest checkpoint.",
 )
 @option(
     "--output",

@@ -58,8 +58,10 @@ training=$!
 fail() {
     local count=$((${SLURM_RESTART_COUNT:-0} + 1))
     if ((count <= 0)); then
-        echo "persia-launcher: the job is queued again (restart $count of 0)" >&2
-        scontrol requeue "$SLURM_JOB_ID" && { sleep 600 & wait $!; } # until SLURM ends this script
+        echo "persia-launcher: asks SLURM to queue the job again (restart $count of 0)" >&2
+        # Not a job that is being cancelled, whose processes end too. SLURM then ends this script.
+        if scontrol requeue Incomplete "$SLURM_JOB_ID"; then sleep 600 & wait $!; fi
+        echo "persia-launcher: SLURM has not queued the job again; submit it again with sbatch" >&2
     fi
     exit "$1"
 }
