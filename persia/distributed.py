@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import importlib
 import importlib.util
 import os
 import pathlib
+import socket
+from collections.abc import Container
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from persia import env
 from persia.errors import FailedPreconditionError, InvalidArgumentError
 
 __all__ = [
@@ -23,6 +28,7 @@ __all__ = [
 ]
 
 _DEFAULT_MASTER_PORT = 23456
+_TCP_RTO_MAX_MS = 44  # since Linux 6.15; Python has no name for it
 
 
 class DistributedBaseOption(abc.ABC):
@@ -93,13 +99,22 @@ class DDPOption(DistributedBaseOption):
         master_addr: str | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        others = _sockets()
         # A script may have joined the group itself, as for metrics over ranks.
         if not dist.is_initialized():
             where = self._where(master_addr)
-            dist.init_process_group(self.backend, init_method=where, rank=rank_id, world_size=world_size)
+            dist.init_process_group(
+                self.backend,
+                init_method=where,
+                timeout=_collective_timeout(),
+                rank=rank_id,
+                world_size=world_size,
+            )
         # find_unused_parameters: a batch may leave parameters without a gradient.
         device_ids = None if self.backend == "gloo" or device_id is None else [device_id]
-        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True), optimizer
+        made = DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
+        _limit_retransmission_pauses(others)
+        return made, optimizer
 
     def _where(self, master_addr: str | None) -> str:
         if self.initialization_method == "file":
@@ -211,6 +226,42 @@ class BaguaDistributedOption(DistributedBaseOption):
                 "states of Adam, use bagua.torch_api.algorithms.q_adam.QAdamOptimizer"
             )
         return getattr(module, class_name)(optimizer)
+
+
+def _collective_timeout() -> timedelta:
+    """Twice the deadline of calls: a rank whose call fails must end before those that wait for it do."""
+    return timedelta(seconds=2 * env.get_deadline_s())
+
+
+def _sockets() -> dict[str, int]:
+    """A descriptor of each socket of this process, by the name of the socket; empty if this is not Linux."""
+    found = {}
+    with contextlib.suppress(OSError):  # not Linux
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                found[os.readlink(f"/proc/self/fd/{number}")] = int(number)
+    return {name: number for name, number in found.items() if name.startswith("socket:")}
+
+
+def _limit_retransmission_pauses(others: Container[str]) -> None:
+    """Lets TCP retransmit every second while the network is cut. It would double the pause each time.
+
+    Torch has no setting for its sockets: they are the sockets of this process that are not in `others`. NATS
+    and RPC may connect again meanwhile. Their sockets use keepalive, which TCP_USER_TIMEOUT would delay.
+    """
+    give_up_ms = min(int(_collective_timeout().total_seconds() * 1000), 2**31 - 1)
+    for name, number in _sockets().items():
+        if name in others:
+            continue
+        with contextlib.suppress(OSError):  # no connection of TCP, closed meanwhile, or an older Linux
+            connection = socket.socket(fileno=number)
+            try:
+                if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
+                    connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
+                    # TCP would give up after 15 retransmissions, now seconds after the first.
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, give_up_ms)
+            finally:
+                connection.detach()
 
 
 def get_default_distributed_option(device_id: int | None = None) -> DDPOption:

@@ -7,16 +7,18 @@ with one rank, in reproducible mode, where rows or dense weights differ in a bit
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 
 import click
 
 from benchmarks.chaos.job import ROLES, Kill, Settings, differences, run, undisturbed
+from benchmarks.chaos.results import Result, append, table
 
 _FIRST, _LEAVE = 5, 60  # steps at the start and the end without a kill: the loaders end before the ranks
 
@@ -41,16 +43,6 @@ def plan(num_kills: int, settings: Settings, roles: Sequence[str], seed: int) ->
     ]
 
 
-def table(kills: Sequence[Kill]) -> str:
-    """Pauses by role, in Markdown."""
-    lines = ["| killed | kills | median pause (s) | longest (s) |", "|---|---|---|---|"]
-    for role in ROLES:
-        pauses = [kill.pause_s for kill in kills if kill.role == role]
-        if pauses:
-            lines.append(f"| {role} | {len(pauses)} | {median(pauses):.1f} | {max(pauses):.1f} |")
-    return "\n".join(lines)
-
-
 @click.command(help=__doc__)
 @click.option("--kills", "num_kills", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--batches", type=click.IntRange(min=100), default=None, help="Default: 100 and 20 a kill.")
@@ -58,16 +50,32 @@ def table(kills: Sequence[Kill]) -> str:
 @click.option("--standbys", type=click.IntRange(0, 1), default=0, show_default=True, help="Of each server.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--roles", type=click.Choice(ROLES), multiple=True, default=ROLES, help="Of processes to kill.")
+@click.option("--results", type=click.Path(path_type=Path), help="File to which the kills are added.")
+@click.option(
+    "--keep", type=click.Path(path_type=Path), help="Folder for output and files of a run that fails."
+)
 def main(
-    num_kills: int, batches: int | None, ranks: int, standbys: int, seed: int, roles: tuple[str, ...]
+    num_kills: int,
+    batches: int | None,
+    ranks: int,
+    standbys: int,
+    seed: int,
+    roles: tuple[str, ...],
+    results: Path | None,
+    keep: Path | None,
 ) -> None:
     total = batches or ranks * (100 + 20 * num_kills)
-    settings = Settings(batches=total, ranks=ranks, standbys=standbys, deadline_s=600 + 120 * num_kills)
+    settings = Settings(
+        batches=total,
+        ranks=ranks,
+        standbys=standbys,
+        spare_restarts=num_kills,
+        deadline_s=600 + 120 * num_kills,
+    )
     kills = plan(num_kills, settings, roles, seed)
     with tempfile.TemporaryDirectory(prefix="persia-chaos-") as folder:
         outcome = run(Path(folder) / "killed", settings, kills)
         done = [kill for kill in kills if kill.at]
-        click.echo(table(done))
         problems = [] if len(done) == num_kills else [f"only {len(done)} of {num_kills} kills were done"]
         if outcome.exit_code:
             click.echo(outcome.output)
@@ -76,6 +84,22 @@ def main(
             problems.append("not every batch was trained exactly once")
         if ranks == 1 and not problems:
             problems += differences(undisturbed(Path(folder) / "undisturbed", settings), outcome)
+        if problems and keep is not None:
+            (Path(folder) / "output.log").write_text(outcome.output)
+            shutil.copytree(folder, keep / f"seed-{seed}", dirs_exist_ok=True)
+    result = Result(
+        seed=seed,
+        ranks=ranks,
+        standbys=standbys,
+        wasted=outcome.wasted,
+        restarts=outcome.restarts,
+        load=os.getloadavg()[0],
+        kills=done,
+        problems=problems,
+    )
+    if results is not None:
+        append(results, result)
+    click.echo(table([result]))
     click.echo(f"{total} batches, {outcome.wasted} steps rolled back and trained again")
     click.echo("\n".join(f"FAILED: {text}" for text in problems) or "each batch trained once; equal result")
     sys.exit(bool(problems))

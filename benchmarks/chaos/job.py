@@ -46,6 +46,8 @@ _PATTERNS = {
 # A process may take a minute to start where others use the processors.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PERSIA_LOADER_SILENCE_SEC": "180", "PERSIA_DEADLINE_SEC": "180"}
 _STEP = re.compile(r"^nn-worker +\| step (\d+)$")
+_RESTARTS = re.compile(r"^restarts: (\d+) of ", re.MULTILINE)
+_BACK_OFF = re.compile(r"; every process is started again in (\S+) s \(")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,7 @@ class Settings:
     every_steps: int = 20
     pace_s: float = 0.02
     standbys: int = 0  # of each parameter server
+    spare_restarts: int = 0  # besides one for each kill: on a busy machine, processes miss deadlines
     deadline_s: float = 600.0
     scripts: tuple[str, str] = ("recovered.py", "loader.py")  # of ranks and of data loaders
 
@@ -71,6 +74,7 @@ class Kill:
     which: int = 0
     at: float = 0.0  # by time.monotonic(); 0: not yet
     pause_s: float = 0.0  # the longest time between two steps from this kill to the next
+    back_off_s: float = 0.0  # for which the launcher waited meanwhile before it restarted the whole job
 
 
 @dataclass
@@ -83,20 +87,28 @@ class Outcome:
     trained: list[int] = field(default_factory=list)  # numbers of batches, by all ranks
     wasted: int = 0  # steps that were trained and rolled back
 
+    @property
+    def restarts(self) -> int:
+        """As the launcher has counted them."""
+        return sum(map(int, _RESTARTS.findall(self.output)))
+
 
 def run(folder: Path, settings: Settings, kills: Sequence[Kill] = ()) -> Outcome:
     """Runs the job to its end; `kills`, in the order of their steps, get their times and pauses."""
     lines, left, last_step_at, current = list[str](), list(kills), time.monotonic(), None
-    with started(folder, settings, len(kills)) as process:
+    back_off_s = 0.0
+    with started(folder, settings, len(kills) + settings.spare_restarts) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)
+            if (found := _BACK_OFF.search(line)) is not None:
+                back_off_s += float(found[1])
             if (found := _STEP.match(line.rstrip())) is None:
                 continue
             now = time.monotonic()
-            if current is not None:
-                current.pause_s = max(current.pause_s, now - max(last_step_at, current.at))
-            last_step_at = now
+            if current is not None and (pause_s := now - max(last_step_at, current.at)) > current.pause_s:
+                current.pause_s, current.back_off_s = pause_s, back_off_s
+            last_step_at, back_off_s = now, 0.0
             if left and int(found[1]) >= left[0].step and _kill(process.pid, left[0]):
                 current = left.pop(0)
         exit_code = process.wait()

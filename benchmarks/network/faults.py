@@ -16,17 +16,23 @@ __all__ = ["FAULTS", "Fault", "Measured", "measure", "problems"]
 _CUT_S = 15.0
 _FIRST_STEP = 20  # of the training: the fault begins after it
 _STANDBY_DEADLINE_S = 10
+_RANK_DEADLINE_S = 30  # after twice this, a rank gives up waiting for another one
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`begin` makes it; the network is mended after `lasts_s`, or never where that is 0."""
+    """`begin` makes it; the network is mended after `lasts_s`, or never where that is 0.
+
+    `ends_ranks`: the ranks end by errors; then the network is mended, and the job starts again.
+    """
 
     title: str
     begin: Callable[[Network], object]
     lasts_s: float = _CUT_S
+    ranks: int = 1
     workers: int = 1
     standby_deadline_s: int = 0
+    ends_ranks: bool = False
     batches: int = 150
     at_most_s: float = 18.0  # of pauses in all
 
@@ -48,14 +54,14 @@ def _lose(fraction: float) -> Callable[[Network], object]:
 
 
 FAULTS = {
-    "rank-worker": Fault(title="15 s between rank and embedding worker", begin=_cut("rank", "worker0")),
+    "rank-worker": Fault(title="15 s between rank and embedding worker", begin=_cut("rank0", "worker0")),
     "worker-server": Fault(
         title="15 s between embedding worker and server", begin=_cut("worker0", "server0")
     ),
     "nats": Fault(title="15 s between NATS and all others", begin=_cut("nats")),
-    "rank-nats": Fault(title="15 s between rank and NATS", begin=_cut("rank", "nats")),
+    "rank-nats": Fault(title="15 s between rank and NATS", begin=_cut("rank0", "nats")),
     "loader-nats": Fault(title="15 s between loader and NATS", begin=_cut("loader", "nats")),
-    "rank": Fault(title="15 s between the rank and all others", begin=_cut("rank")),
+    "rank": Fault(title="15 s between the rank and all others", begin=_cut("rank0")),
     "worker": Fault(title="15 s between the only embedding worker and all others", begin=_cut("worker0")),
     "server": Fault(title="15 s between a server without standby and all others", begin=_cut("server0")),
     "standby": Fault(
@@ -63,6 +69,16 @@ FAULTS = {
         begin=_cut("standby0"),
         standby_deadline_s=_STANDBY_DEADLINE_S,
         at_most_s=2 * _STANDBY_DEADLINE_S + 8,
+    ),
+    "ranks": Fault(title="15 s between two ranks", begin=_cut("rank0", "rank1"), ranks=2, batches=800),
+    "parted-ranks": Fault(
+        title="between two ranks, until both have ended and the job starts again",
+        begin=_cut("rank0", "rank1"),
+        lasts_s=0,
+        ranks=2,
+        batches=300,
+        ends_ranks=True,
+        at_most_s=2 * _RANK_DEADLINE_S + 45,
     ),
     "loss-1": Fault(title="1 % of the packets lost", begin=_lose(0.01), lasts_s=0),
     "loss-5": Fault(title="5 % of the packets lost", begin=_lose(0.05), lasts_s=0),
@@ -84,7 +100,13 @@ FAULTS = {
 
 def measure(folder: Path, fault: Fault) -> Measured:
     """Runs a job that the fault meets."""
-    shape = Shape(batches=fault.batches, workers=fault.workers, standby_deadline_s=fault.standby_deadline_s)
+    shape = Shape(
+        batches=fault.batches,
+        ranks=fault.ranks,
+        workers=fault.workers,
+        standby_deadline_s=fault.standby_deadline_s,
+        **({"every_steps": 10, "deadline_s": _RANK_DEADLINE_S} if fault.ends_ranks else {}),
+    )
     with started(folder / "met", shape) as job:
         _await_start(job, fault)
         at = time.monotonic()
@@ -92,6 +114,10 @@ def measure(folder: Path, fault: Fault) -> Measured:
         if fault.lasts_s:
             time.sleep(fault.lasts_s)
             job.network.mend()
+        if fault.ends_ranks:
+            job.await_failure_of_ranks()
+            job.network.mend()
+            job.start_again()
         outcome = job.finish()
         return Measured(job.paused_s(at), outcome)
 
@@ -106,6 +132,8 @@ def problems(folder: Path, fault: Fault, outcome: Outcome) -> list[str]:
     """In what the result is not that of a job that nothing met; nothing, if it is equal bit for bit."""
     if outcome.exit_code:
         return [f"the rank ended with exit code {outcome.exit_code}:\n{outcome.output}"]
-    if outcome.trained != list(range(fault.batches)) or outcome.wasted:
+    if sorted(outcome.trained) != list(range(fault.batches)) or (outcome.wasted and not fault.ends_ranks):
         return ["not every batch was trained exactly once"]
+    if fault.ranks > 1:  # which are not reproducible
+        return []
     return differences(undisturbed(folder / "undisturbed", Settings(batches=fault.batches)), outcome)

@@ -65,12 +65,22 @@ needed[nats]=$!
 """
 
 _END = """
-has_ended() { ! kill -0 "$1" 2>/dev/null; }
+fail() {{
+    local count=$((${{SLURM_RESTART_COUNT:-0}} + 1))
+    if ((count <= {max_restarts})); then
+        echo "persia-launcher: asks SLURM to queue the job again (restart $count of {max_restarts})" >&2
+        # Not a job that is being cancelled, whose processes end too. SLURM then ends this script.
+        if scontrol requeue Incomplete "$SLURM_JOB_ID"; then sleep 600 & wait $!; fi
+        echo "persia-launcher: SLURM has not queued the job again; submit it again with sbatch" >&2
+    fi
+    exit "$1"
+}}
+has_ended() {{ ! kill -0 "$1" 2>/dev/null; }}
 until has_ended "$training"; do
-    for name in "${!needed[@]}"; do
-        if has_ended "${needed[$name]}"; then
+    for name in "${{!needed[@]}}"; do
+        if has_ended "${{needed[$name]}}"; then
             echo "persia-launcher: $name ended before the training; the job is stopped" >&2
-            exit 1
+            fail 1
         fi
     done
     # Loaders may end before the training. If they fail, the training may still be about to end.
@@ -78,11 +88,11 @@ until has_ended "$training"; do
         sleep 5
         has_ended "$training" && break
         echo "persia-launcher: data-loaders failed; the job is stopped" >&2
-        exit 1
+        fail 1
     fi
     sleep 1
 done
-wait "$training"
+wait "$training" || fail $?
 """
 
 
@@ -94,6 +104,7 @@ class SlurmJob(JobDescription):
     sbatch: tuple[str, ...]
     sbatch_for: tuple[tuple[str, tuple[str, ...]], ...]
     setup: str
+    max_restarts: int
 
 
 @click.command("slurm")
@@ -117,6 +128,13 @@ class SlurmJob(JobDescription):
 )
 @option(
     "--setup", default="", metavar="TEXT", help="A line of bash to run first: 'source venv/bin/activate'."
+)
+@option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="A job that fails is queued again, so often at most. A failure of a node counts, but always queues "
+    "it again. A script with TrainCtx(recovery=...) continues after its newest checkpoint.",
 )
 @option(
     "--output",
@@ -183,7 +201,7 @@ def sbatch_script(job: SlurmJob) -> str:
     ]
     if job.data_loader is None:
         steps.insert(-1, "loaders=\n")
-    return _header(job, counts) + start + "".join(steps) + _END
+    return _header(job, counts) + start + "".join(steps) + _END.format(max_restarts=job.max_restarts)
 
 
 def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
@@ -196,6 +214,8 @@ def _header(job: SlurmJob, counts: Mapping[str, int]) -> str:
         if role != "parameter-servers":
             lines.append("#SBATCH hetjob")
         lines.append(f"#SBATCH --ntasks={count}")
+        if job.max_restarts:
+            lines.append("#SBATCH --requeue --open-mode=append")
         if role == "ranks":
             lines.append(f"#SBATCH --nodes={count} --ntasks-per-node=1")
         # sbatch hands the options of one component to no other.

@@ -98,6 +98,12 @@ class NatsClient(Client):
         command: bytes = super()._connect_command()
         return command
 
+    async def _process_pong(self) -> None:
+        # The client fails to answer a flush that has given up, and would read nothing more.
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
 
 def _is_not_about_eof(record: logging.LogRecord) -> bool:
     return "eof_received() has no effect when using ssl" not in str(record.msg)

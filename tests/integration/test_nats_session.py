@@ -316,6 +316,22 @@ def test_a_broker_that_does_not_read_for_a_while_keeps_its_connection(job_name):
         assert client.num_reconnects == 0
 
 
+def test_an_answer_to_a_publish_that_has_given_up_does_not_end_the_reading(job_name):
+    """The client would read nothing more until its pings found the connection stale, after a minute."""
+    with LocalNats() as broker, NatsSession(broker.url, job_name, name="client") as client:
+        client.connect(DEADLINE_S)
+        client.respond("echo", echo)
+        (process,) = broker._supervisor.processes
+        os.kill(process.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises((UnavailableError, DeadlineExceededError)):
+                client.publish("news", b"nobody reads it")
+        finally:
+            os.kill(process.pid, signal.SIGCONT)
+        assert client.request("echo", b"hello", DEADLINE_S) == b"hello"
+        assert client.num_reconnects == 0
+
+
 @pytest.mark.parametrize("lasts", [True, False])
 def test_only_a_lost_connection_that_lasts_is_reported(job_name, monkeypatch, lasts):
     monkeypatch.setattr(session_module, "_LOSS_REPORT_S", 0.01 if lasts else 10 * DEADLINE_S)

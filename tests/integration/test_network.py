@@ -46,3 +46,20 @@ def test_each_batch_is_trained_once_with_an_equal_result_whatever_the_network_do
     assert outcome.trained == list(range(settings.batches))
     assert outcome.wasted == 0
     assert differences(undisturbed(tmp_path / "undisturbed", settings), outcome) == []
+
+
+@pytest.mark.timeout(900)
+def test_ranks_that_do_not_reach_each_other_end_and_continue_after_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    shape = Shape(batches=1000, ranks=2, every_steps=10, deadline_s=30)
+    with started(tmp_path, shape) as job:
+        job.await_step(25)
+        job.network.cut("rank0", "rank1")
+        job.await_failure_of_ranks()
+        job.network.mend()
+        job.start_again()
+        outcome = job.finish()
+    assert outcome.exit_code == 0, outcome.output
+    assert "continues after step" in outcome.output
+    assert sorted(outcome.trained) == list(range(shape.batches)), "each batch exactly once"

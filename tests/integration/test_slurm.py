@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.chaos.job import trained_by
 from persia.launcher.supervisor import ProcessSpec, Supervisor
 from persia.utils import dump_yaml
 from persia.waiting import Attempts
@@ -110,7 +111,7 @@ def _write(slurm, folder: Path, script: str, *arguments: str) -> None:
 
 
 def _run_to_end(slurm, folder: Path) -> tuple[str, str]:
-    """("STATE CODE:SIGNAL", output) of the job."""
+    """("STATE CODE:SIGNAL", output) of the job. A job that is queued again need not wait its two minutes."""
     number = slurm("sbatch", "--parsable", "--output=output.txt", "job.sh", cwd=folder).strip()
     for _ in Attempts(DEADLINE_S, pause_s=0.5):
         shown = dict(
@@ -120,7 +121,27 @@ def _run_to_end(slurm, folder: Path) -> tuple[str, str]:
         )
         if shown["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"):
             return f"{shown['JobState']} {shown['ExitCode']}", (folder / "output.txt").read_text()
+        if shown["Restarts"] != "0":
+            _start_now(slurm, number, folder)
     pytest.fail(f"job {number} has not ended after {DEADLINE_S:g} s: {shown}")
+
+
+def _start_now(slurm, number: str, folder: Path) -> None:
+    """Starts a job that waits to be started again, unless processes of its last start are still there."""
+    components = slurm("scontrol", "show", "job", number, "--oneliner").splitlines()
+    waits = all("JobState=PENDING Reason=BeginTime" in component for component in components)
+    if waits and not _running_in(folder):
+        for component in components:
+            slurm("scontrol", "update", component.split()[0], "StartTime=now")
+
+
+def _running_in(folder: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # has ended
+            if Path(os.readlink(path / "cwd")) == folder:
+                found.append(int(path.name))
+    return found
 
 
 def test_slurm_accepts_the_script(slurm, tmp_path):
@@ -195,3 +216,92 @@ def test_a_server_that_fails_ends_the_job(slurm, tmp_path):
     ended, output = _run_to_end(slurm, tmp_path)
     assert ended == "FAILED 1:0", output
     assert "ended before the training; the job is stopped" in output
+
+
+def test_a_job_that_fails_is_queued_again(slurm, tmp_path):
+    (tmp_path / "train.py").write_text(
+        "open('starts', 'a').write('x'); exit(len(open('starts').read()) < 2)\n"
+    )
+    _write(slurm, tmp_path, "train.py", "--max-restarts", "1")
+    ended, output = _run_to_end(slurm, tmp_path)
+    assert ended == "COMPLETED 0:0", output
+    assert "persia-launcher: asks SLURM to queue the job again (restart 1 of 1)" in output
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_a_job_that_is_cancelled_is_not_queued_again(slurm, tmp_path):
+    (tmp_path / "train.py").write_text("import time; open('started', 'w'); time.sleep(1000)\n")
+    _write(slurm, tmp_path, "train.py", "--max-restarts", "1")
+    script = tmp_path / "job.sh"
+    # So that the script sees its processes end before SLURM ends the script.
+    script.write_text(script.read_text().replace("trap 'exit 143' TERM", "trap '' TERM"))
+
+    def cancel() -> None:
+        for _ in Attempts(DEADLINE_S):
+            if (tmp_path / "started").exists():
+                slurm("scancel", "--name=default")
+                return
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    ended, output = _run_to_end(slurm, tmp_path)
+    canceller.join()
+    assert ended.startswith("CANCELLED"), output
+    assert "asks SLURM to queue the job again" in output
+
+
+def _kill_node_of_rank(folder: Path) -> str:
+    """Kills the daemon of a node, its `slurmstepd` and the rank there; returns the node's name."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # has ended
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if str(JOBS / "recovered.py").encode() not in words or Path(os.readlink(path / "cwd")) != folder:
+                continue
+            variables = dict(
+                word.partition(b"=")[::2] for word in (path / "environ").read_bytes().split(b"\0")
+            )
+            node = variables[b"SLURMD_NODENAME"].decode()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            (daemon,) = _processes(b"slurmd", b"-N", node.encode())
+            for process in (daemon, parent, int(path.name)):
+                os.kill(process, signal.SIGKILL)
+            return node
+    raise AssertionError("no rank runs")
+
+
+def _processes(program: bytes, *arguments: bytes) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(program) and all(word in words for word in arguments):
+                found.append(int(path.name))
+    return found
+
+
+def test_a_job_that_loses_a_node_is_queued_again_and_continues_after_its_checkpoint(slurm, tmp_path):
+    """The last test: the node stays down."""
+    loader = ("--data-loader", str(JOBS / "loader.py"), "--loader-args", "--total 200 --resume")
+    script = ("--", str(tmp_path / "run"), "20", "0.05", "200")
+    (tmp_path / "run").mkdir()
+    _write(slurm, tmp_path, str(JOBS / "recovered.py"), *loader, "--max-restarts", "2", *script)
+    output, nodes = tmp_path / "output.txt", list[str]()
+
+    def kill() -> None:
+        for _ in Attempts(DEADLINE_S):
+            if output.exists() and "step 50\n" in output.read_text():
+                nodes.append(_kill_node_of_rank(tmp_path))
+                # SLURM would notice it by pings, after more than a minute.
+                slurm("scontrol", "update", f"NodeName={nodes[0]}", "State=DOWN", "Reason=killed")
+                return
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    ended, printed = _run_to_end(slurm, tmp_path)
+    killer.join()
+    assert nodes
+    assert ended == "COMPLETED 0:0", printed
+    assert "continues after step" in printed
+    trained, wasted = trained_by(tmp_path / "run" / "rank0.log")
+    assert sorted(trained) == list(range(200)), "each batch exactly once"
+    assert wasted > 0

@@ -8,7 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.chaos import __main__ as chaos
+from benchmarks.chaos import results
 from benchmarks.chaos.job import ROLES, Kill, Outcome, Settings, trained_by
+from benchmarks.chaos.results import Result
 
 
 def test_kills_are_in_order_and_before_the_loaders_end() -> None:
@@ -40,9 +42,18 @@ def test_steps_behind_a_checkpoint_are_rolled_back(tmp_path: Path) -> None:
     assert trained_by(tmp_path / "none.log") == ([], 0)
 
 
-def test_the_table_has_a_line_for_each_role() -> None:
-    kills = [Kill("rank", 1, at=1.0, pause_s=4.0), Kill("rank", 2, at=2.0, pause_s=8.0)]
-    assert chaos.table(kills).splitlines()[2:] == ["| rank | 2 | 6.0 | 8.0 |"]
+def test_the_table_has_a_line_for_each_role_of_a_setting(tmp_path: Path) -> None:
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    pauses = [Kill("rank", 1, at=1.0, pause_s=34.0, back_off_s=30.0), Kill("rank", 2, at=2.0, pause_s=8.0)]
+    results.append(files[0], Result(seed=1, ranks=2, standbys=0, kills=pauses))
+    results.append(files[0], Result(seed=2, ranks=1, standbys=1, kills=[Kill("nats", 1, pause_s=1.0)]))
+    results.append(files[1], Result(seed=3, ranks=1, standbys=1, kills=[Kill("rank", 1, pause_s=3.0)] * 101))
+    results.append(files[1], Result(seed=4, ranks=1, standbys=1, kills=[Kill("rank", 1, pause_s=9.0)]))
+    assert results.table(results.read(files)).splitlines()[2:] == [
+        "| 1 | 1 | rank | 102 | 3.0 | 3.0 | 9.0 |",
+        "| 1 | 1 | nats | 1 | 1.0 | 1.0 | 1.0 |",
+        "| 2 | 0 | rank | 2 | 6.0 | 8.0 | 8.0 |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +66,7 @@ def test_the_table_has_a_line_for_each_role() -> None:
     ],
 )
 def test_lost_and_repeated_batches_fail(
-    monkeypatch: pytest.MonkeyPatch, trained: list[int], exit_code: int, problem: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained: list[int], exit_code: int, problem: str
 ) -> None:
     def run(folder: Path, settings: Settings, kills: list[Kill] | None = None) -> Outcome:
         for kill in kills or ():
@@ -64,6 +75,11 @@ def test_lost_and_repeated_batches_fail(
 
     monkeypatch.setattr(chaos, "run", run)
     monkeypatch.setattr(chaos, "differences", lambda one, other: [])
-    result = CliRunner().invoke(chaos.main, ["--kills", "2", "--batches", "100"])
+    file, kept = tmp_path / "runs.jsonl", tmp_path / "kept"
+    command = ["--kills", "2", "--batches", "100", "--results", str(file), "--keep", str(kept)]
+    result = CliRunner().invoke(chaos.main, command)
     assert problem in result.output
-    assert (result.exit_code == 0) is (not problem.startswith("FAILED"))
+    failed = problem.startswith("FAILED")
+    assert (result.exit_code == 0) is (not failed)
+    assert (kept / "seed-0" / "output.log").exists() is failed
+    assert all(text in problem for text in next(results.read([file])).problems)

@@ -55,12 +55,22 @@ srun --het-group=2 --kill-on-bad-exit=1 --label --input=none \
     bash -c 'exec persia-launcher nn-worker --nproc-per-node 1 train.py' &
 training=$!
 
+fail() {
+    local count=$((${SLURM_RESTART_COUNT:-0} + 1))
+    if ((count <= 0)); then
+        echo "persia-launcher: asks SLURM to queue the job again (restart $count of 0)" >&2
+        # Not a job that is being cancelled, whose processes end too. SLURM then ends this script.
+        if scontrol requeue Incomplete "$SLURM_JOB_ID"; then sleep 600 & wait $!; fi
+        echo "persia-launcher: SLURM has not queued the job again; submit it again with sbatch" >&2
+    fi
+    exit "$1"
+}
 has_ended() { ! kill -0 "$1" 2>/dev/null; }
 until has_ended "$training"; do
     for name in "${!needed[@]}"; do
         if has_ended "${needed[$name]}"; then
             echo "persia-launcher: $name ended before the training; the job is stopped" >&2
-            exit 1
+            fail 1
         fi
     done
     # Loaders may end before the training. If they fail, the training may still be about to end.
@@ -68,8 +78,8 @@ until has_ended "$training"; do
         sleep 5
         has_ended "$training" && break
         echo "persia-launcher: data-loaders failed; the job is stopped" >&2
-        exit 1
+        fail 1
     fi
     sleep 1
 done
-wait "$training"
+wait "$training" || fail $?
