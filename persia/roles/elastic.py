@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pydantic import StrictBool
+
 from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import max_processors
 from persia.checkpoint.service import CheckpointService
@@ -27,7 +29,7 @@ from persia.validation import Count
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-_BUSY = "a checkpoint is being written or loaded: try again after it"
+BUSY = "a checkpoint is being written or loaded: try again after it"
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -66,6 +68,7 @@ class ResizeReport(JsonMessage):
     num_rows: Count = 0
     round_s: float = 0.0  # of the last changes that it has sent
     failure: str = ""
+    is_serving: StrictBool = False  # it answers requests
 
 
 def refusal_of(config: GlobalConfig) -> str:
@@ -157,18 +160,19 @@ class ElasticServer:
             address=self._address,
             incarnation=f"{self._server.incarnation:016x}",
             refusal=refusal_of(self._config) or self._server.transfer_refusal or self._busy_with(),
+            is_serving=self.is_serving,
             **progress,
         )
 
     def _busy_with(self) -> str:
         if self._checkpoints is not None and self._checkpoints.is_busy:
-            return _BUSY
+            return BUSY
         return ""
 
     def _copy(self, request: ResizeRequest) -> None:
         # Without a wait: the coordinator may give up meanwhile, and the copy would begin after that.
         if not self._lock.acquire(blocking=False):
-            raise FailedPreconditionError(_BUSY)
+            raise FailedPreconditionError(BUSY)
         try:
             if reason := self._busy_with():
                 raise FailedPreconditionError(reason)
