@@ -81,7 +81,7 @@ class Resize:
 
     stage: Stage = Field(description="How far it is.")
     replicas: StrictInt = Field(description="Number of the new servers.")
-    location: str = Field(default="", description="The checkpoint that the job goes through.")
+    location: _Text = Field(default="", description="The checkpoint that the job goes through.")
     generation: StrictInt = Field(
         default=0, description="Of the new servers; 0 if the job goes through a checkpoint."
     )

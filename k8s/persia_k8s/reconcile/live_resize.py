@@ -117,8 +117,8 @@ def _move(situation: Situation, resize: Resize) -> None:
 def _end(situation: Situation, resize: Resize) -> None:
     pods = situation.observed.of_role(Role.PARAMETER_SERVER)
     num_ready = sum(pod.is_ready and not pod.is_deleting for pod in pods)
-    if situation.others or num_ready < resize.replicas:
-        report(situation, resize, f"{num_ready} ready, {len(situation.others)} old ones are ending")
+    if num_ready < resize.replicas:
+        report(situation, resize, f"{num_ready} ready")
         situation.plan.look_again_s = min(situation.plan.look_again_s, 2.0)
         return
     situation.update(resize=None)
