@@ -189,6 +189,9 @@ def test_servers_with_standbys_need_a_checkpoint() -> None:
 
 def test_a_coordinator_does_not_outlive_its_job() -> None:
     job = make_job()
-    done = replace(RUNNING, phase=Phase.SUCCEEDED, completion_time="2030-01-01T00:00:00Z")
+    ended = "2030-01-01T00:00:00Z"
+    done = replace(at(Stage.MOVING), phase=Phase.SUCCEEDED, completion_time=ended)
     running = Observation(objects={}, pods=(coordinator("Running"),))
-    assert one_pass(job, done, running, after_s=60).delete_pods == list(running.pods)
+    plan = one_pass(job, done, running, after_s=60)
+    assert (plan.delete_pods, plan.status.resize) == (list(running.pods), None)
+    assert conditions_of(plan)["Resized"] == (False, "Ended")

@@ -33,6 +33,12 @@ def go_on(situation: Situation) -> None:
         _begin(situation)
 
 
+def forget(situation: Situation) -> None:
+    """For a job that has ended."""
+    if situation.before.is_moving():
+        _give_up(situation, "Ended", "the job has ended first")
+
+
 def _resize(situation: Situation) -> Resize:
     resize = situation.before.resize
     assert resize is not None, "a resize is under way"

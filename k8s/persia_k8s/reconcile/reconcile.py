@@ -29,6 +29,7 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
         replicas=replicas[job.scaled_role],
     )
     if before.phase.is_final:
+        live_resize.forget(situation)
         finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
     elif not finish.has_run_out(situation):
         _go_on(situation, has_training)
