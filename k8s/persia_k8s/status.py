@@ -85,7 +85,8 @@ class Resize:
     generation: StrictInt = Field(
         default=0, description="Of the new servers; 0 if the job goes through a checkpoint."
     )
-    tries: StrictInt = Field(default=0, description="Of this stage, that have failed.")
+    tries: StrictInt = Field(default=0, description="Of this stage, that have failed or are under way.")
+    since: _Time = Field(default="", description="When this stage began.")
     retry_time: _Time = Field(default="", description="The next one is not before.")
 
 
@@ -179,6 +180,9 @@ class JobStatus:
     resizes: StrictInt = Field(default=0, description="Resizes of the parameter servers by a checkpoint.")
     server_generation: StrictInt = Field(
         default=0, description="Resizes of the parameter servers while training continued."
+    )
+    early_restarts: StrictInt = Field(
+        default=0, description="Restarts of a parameter server before it had its rows, at most."
     )
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."

@@ -1,7 +1,7 @@
 """The coordinator of a change of the number of parameter servers whose processes it does not start (ADR 60).
 
 On Kubernetes it is a pod, and the operator starts and ends the servers. It may die at any moment: the servers
-know how far the change had come, and the coordinator that follows (`settle`) ends it either way.
+know how far the change had come, and the coordinator that follows ends it either way.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NoReturn
 
 from persia.errors import (
     DeadlineExceededError,
@@ -29,9 +30,11 @@ from persia.launcher.hand_over import (
     targets_of,
 )
 from persia.messaging.session import NatsSession
-from persia.roles.elastic import BUSY, Step
+from persia.roles.elastic import BUSY, ResizeReport, Step
 
 _LONGEST_PAUSE_S = 2.0
+_MOVED = "handed over"  # ResizeReport.state
+_LEFT = "its coordinator ended before the new servers had all rows"
 
 
 class NotResizedError(Exception):
@@ -52,30 +55,52 @@ class Coordinator:
 
     def run(self) -> None:
         """Returns when the new servers answer. NotResizedError: they never will. After any other end, which
-        one it is to be is open: `settle` must follow."""
+        one it is to be is open, and another coordinator must follow."""
+        if not self._are_rows_moved():
+            try:
+                self._move()
+            except PersiaError as error:
+                self._give_up(str(error))
+        self._serve()
+
+    def _are_rows_moved(self) -> bool:
+        """Whether a coordinator before this one got so far. What another one left half done is given up."""
+        old, absence = list[ResizeReport](), None
         try:
-            self._await_idle()
-            self._targets = targets_of(self._steps.await_new())
-            self._steps.copy(self._targets)
-            self._targets = ()  # from here on the servers refuse what does not fit
-            self._steps.hand_over()
-        except PersiaError as error:
+            old = self._await_idle()
+        except FailedPreconditionError as error:  # these have never begun
             self._give_up(str(error))
-        self._serve()
+        except (UnavailableError, DeadlineExceededError) as error:  # they may have ended, as they should
+            absence = error
+        if any(report.state not in ("", _MOVED) for report in old):
+            self._give_up(_LEFT)
+        new = self._steps.await_new()
+        # One that answers may have changed rows.
+        if any(report.is_serving for report in new):
+            return True
+        if absence is not None:
+            raise absence
+        # All old ones have sent everything: one may have answered before it was started again.
+        if all(report.state == _MOVED for report in old):
+            return True
+        if any(report.state for report in old) or any(report.was_sent_rows for report in new):
+            self._give_up(_LEFT)
+        return False
 
-    def settle(self) -> None:
-        """As `run`, after a coordinator that has ended somewhere: begins nothing."""
-        # All must answer: one that serves already may have changed rows.
-        if not any(report.is_serving for report in self._steps.await_new()):
-            self._give_up("its coordinator ended before the new servers had all rows")
-        self._serve()
+    def _move(self) -> None:
+        self._await_idle()  # again: the new servers may have started late
+        self._targets = targets_of(self._steps.await_new())
+        self._steps.copy(self._targets)
+        self._steps.hand_over()
+        self._check()
 
-    def _await_idle(self) -> None:
+    def _await_idle(self) -> list[ResizeReport]:
         for _ in attempts("a checkpoint that is written or loaded", _LONGEST_PAUSE_S):
             reports = ask_all(self._session, self._old, Step.WHO)
             if not any(report.refusal == BUSY for report in reports):
                 break
         check_replaceable(reports)
+        return reports
 
     def _check(self) -> None:
         """A new server that was started again lacks what the first one was sent."""
@@ -100,7 +125,7 @@ class Coordinator:
                 return
         raise DeadlineExceededError(f"new parameter server {server[1]} has its rows, and does not answer")
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: str) -> NoReturn:
         with ThreadPoolExecutor(len(self._old)) as pool:
             list(pool.map(self._release, self._old))
         raise NotResizedError(why)

@@ -37,19 +37,12 @@ _NOT_RESIZED = 3  # the exit code of a change that was given up: the old servers
     hidden=True,
     help="With --generation: from how many servers.",
 )
-@option(
-    "--settle",
-    is_flag=True,
-    hidden=True,
-    help="With --generation: end a change whose coordinator has ended. Begins none.",
-)
 def command(
     nats_url: str | None,
     job_name: str,
     parameter_servers: int,
     generation: int | None,
     sources: int,
-    settle: bool,
 ) -> None:
     """Change the number of parameter servers of a job of `persia-launcher local` while it trains.
 
@@ -67,18 +60,15 @@ def command(
         if generation is None:
             _ask_supervisor(session, job_name, parameter_servers)
         else:
-            _coordinate(session, generation, sources, parameter_servers, settle)
+            _coordinate(session, generation, sources, parameter_servers)
 
 
-def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: int, settle: bool) -> None:
+def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: int) -> None:
     from persia.launcher.coordinator import Coordinator, NotResizedError
 
     coordinator = Coordinator(session, generation, num_old, num_new, tell=partial(click.echo, err=True))
     try:
-        if settle:
-            coordinator.settle()
-        else:
-            coordinator.run()
+        coordinator.run()
     except NotResizedError as error:
         click.echo(str(error), err=True)
         sys.exit(_NOT_RESIZED)

@@ -99,13 +99,12 @@ def rows_pod(job: Job, verb: str, location: str, scale: Scale, images: Images) -
 
 
 def resize_pod(job: Job, resize: Resize, scale: Scale, images: Images) -> Manifest:
-    """The coordinator of a resize without a checkpoint. A later one of the same resize begins nothing."""
+    """The coordinator of a resize without a checkpoint."""
     arguments = [
         "resize",
         f"--parameter-servers={resize.replicas}",
         f"--sources={scale.replicas[Role.PARAMETER_SERVER]}",
         f"--generation={resize.generation}",
-        *(["--settle"] if resize.tries else []),
     ]
     return _pod_beside_servers(job, "resize", arguments, scale, images)
 

@@ -115,7 +115,8 @@ def _run(situation: Situation, has_training: bool) -> None:
     if situation.job.is_inference:
         _report_serving(situation, are_ready)
         return
-    live_resize.go_on(situation)  # the servers do it among themselves, whatever the training does
+    if not situation.plan.status.phase.is_final:
+        live_resize.go_on(situation)  # the servers do it among themselves, whatever the training does
     # A training that has started survives a restart of its servers; one that has not waits for them.
     if not are_ready and not has_training:
         return

@@ -82,7 +82,6 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
             plan.apply.append(manifest)
         elif _stored_hash(situation, manifest) != spec_hash(manifest):
             drifted.append(role)
-        plan.delete_pods += [pod for pod in pods if _gathers_in_vain(situation, pod)]
         if text := _lacking(role, scale.replicas[role], pods):
             lacking[role] = text
     if has_training:
@@ -131,14 +130,6 @@ def _old_sets(situation: Situation) -> list[tuple[str, str]]:
     first = object_name(job, Role.PARAMETER_SERVER)
     sets = [(kind, name) for kind, name in situation.observed.objects if kind == "StatefulSet"]
     return [(kind, name) for kind, name in sets if name.startswith(first) and name not in kept]
-
-
-def _gathers_in_vain(situation: Situation, pod: PodView) -> bool:
-    """True for a new server that was started again after it took over: none will send it rows.
-
-    Its StatefulSet makes another pod, which begins without rows, as any server that restarts.
-    """
-    return pod.gathers and not pod.is_deleting and situation.before.servers.get(pod.name) != pod.incarnation
 
 
 def _apply_gangs(situation: Situation) -> None:
@@ -225,8 +216,8 @@ def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
     seen = {pod.name: pod.incarnation for pod in pods}
-    # Until rows move: one that was started again later lacks rows, and is to be found when it takes over.
-    if situation.before.is_moving(Stage.STARTING):
+    # One that starts again before it takes over loses nothing.
+    if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
         seen |= {pod.name: pod.incarnation for pod in situation.others}
     known = situation.before.servers
     if situation.before.is_training:
@@ -247,7 +238,7 @@ def _report_restarts(situation: Situation) -> None:
     retired = {name: _GONE for name in known if name not in expected}
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
-    worn = [pod for pod in pods if pod.num_restarts > limit]
+    worn = [pod for pod in pods if pod.num_restarts - _early_restarts(situation, pod) > limit]
     # A server that fails again and again loses its rows each time, so training on is of no use. Before the
     # training, a standby that fails is a mistake in its config.
     if situation.before.is_training and _has_a_copy_of_all_rows(situation):
@@ -257,6 +248,11 @@ def _report_restarts(situation: Situation) -> None:
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
         )
         finish.fail(situation, "ServerFailed", text)
+
+
+def _early_restarts(situation: Situation, pod: PodView) -> int:
+    """Of a pod that took over from others: at most, before it did."""
+    return situation.before.early_restarts if pod.gathers else 0
 
 
 def lost_rows(situation: Situation) -> list[str]:
