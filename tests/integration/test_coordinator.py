@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -11,8 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from persia.errors import DeadlineExceededError, UnavailableError
 from persia.launcher.coordinator import Coordinator, NotResizedError
-from persia.launcher.hand_over import ask, servers
+from persia.launcher.hand_over import ask, attempts, servers
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import Step
 from persia.testing import LocalCluster
 
@@ -52,6 +56,14 @@ class NewServers:
         more = (f"--generation={self._generation}", f"--embedding-config={self._config}")
         return subprocess.Popen([*command, *more], env=self._env)
 
+    def kill(self, index: int) -> None:
+        self.processes[index].kill()
+        self.processes[index].wait()
+
+    def replace(self, index: int) -> None:
+        self.kill(index)
+        self.processes[index] = self.start(index, sources=NUM_OLD)
+
     def end(self) -> None:
         for process in self.processes:
             process.kill()
@@ -89,9 +101,17 @@ def test_what_a_coordinator_left_half_done_is_taken_back(
     with pytest.raises(Died):
         coordinator.run()
     with pytest.raises(NotResizedError, match="before the new servers had all rows"):
-        make(cluster)[0].settle()
+        make(cluster)[0].run()
     assert serving(cluster, 0, NUM_OLD) == [True] * NUM_OLD
     assert ask(cluster.session, (0, 0), Step.WHO).state == ""  # ready for another one
+
+
+def await_serving(cluster: LocalCluster, wanted: list[bool]) -> None:
+    for _ in attempts(f"serving {wanted}"):
+        with contextlib.suppress(UnavailableError, DeadlineExceededError):
+            if serving(cluster, 1, NUM_NEW) == wanted:
+                return
+    raise AssertionError(serving(cluster, 1, NUM_NEW))
 
 
 @pytest.mark.timeout(600)
@@ -100,29 +120,45 @@ def test_a_hand_over_that_one_new_server_knows_of_is_finished(cluster: LocalClus
     coordinator._serve = lambda: ask(cluster.session, (1, 0), Step.SERVE)  # type: ignore[method-assign,assignment,return-value]
     coordinator.run()
     assert serving(cluster, 1, NUM_NEW) == [True, False, False]
-    # One of the others dies and is started again: its rows are lost, as ever, and the rest is finished.
-    new.processes[2].kill()
-    new.processes[2].wait()
-    new.processes.append(new.start(2, sources=NUM_OLD))
-    again, said = make(cluster)
-    again.settle()
-    assert serving(cluster, 1, NUM_NEW) == [True, True, False]
+    # One of the others dies and is started again: its rows are lost, as ever. The third one keeps its rows.
+    new.replace(2)
+    await_serving(cluster, [True, False, True])
+    present = Directory(cluster.session).present(EMBEDDING_PARAMETER_SERVER, 2.0)
+    assert [(info.index, info.has_rows) for info in present] == [(0, True), (2, False)]
+    assert ask(cluster.session, (1, 1), Step.WHO).was_sent_rows
+    make(cluster)[0].run()
+    assert serving(cluster, 1, NUM_NEW) == [True, True, True]
     assert serving(cluster, 0, NUM_OLD) == [False, False]
-    assert "new parameter server 2 has been started again" in said[-1]
 
 
 @pytest.mark.timeout(600)
+def test_rows_that_have_all_moved_are_not_taken_back(cluster: LocalCluster, new: NewServers) -> None:
+    coordinator, _ = make(cluster)
+    coordinator._serve = lambda: None  # type: ignore[method-assign]
+    coordinator.run()
+    assert serving(cluster, 0, NUM_OLD) == [False, False]
+    new.replace(2)  # it may have answered
+    make(cluster)[0].run()
+    await_serving(cluster, [True, True, True])
+    assert serving(cluster, 0, NUM_OLD) == [False, False]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("when", ["follow", "handed over"])
 def test_a_new_server_that_dies_while_it_is_sent_rows_changes_nothing(
-    cluster: LocalCluster, new: NewServers
+    cluster: LocalCluster, new: NewServers, when: str
 ) -> None:
     coordinator, _ = make(cluster)
+    hand_over = coordinator._steps.hand_over
 
-    def kill(text: str) -> None:
-        if text == "follow ...":
-            new.processes[1].kill()
-            new.processes[1].wait()
+    def kill_after() -> None:
+        hand_over()
+        new.kill(1)
 
-    coordinator._tell = kill
+    if when == "follow":
+        coordinator._tell = lambda text: new.kill(1) if text == "follow ..." else None
+    else:
+        coordinator._steps.hand_over = kill_after  # type: ignore[method-assign]
     with pytest.raises(NotResizedError):
         coordinator.run()
     assert serving(cluster, 0, NUM_OLD) == [True, True]

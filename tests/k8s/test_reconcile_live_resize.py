@@ -61,7 +61,7 @@ def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
     plan = one_pass(TWO, RUNNING, everything(ONE))
     assert (plan.status.phase, plan.status.resize) == (
         Phase.RUNNING,
-        Resize(stage=Stage.STARTING, replicas=2, generation=1),
+        Resize(stage=Stage.STARTING, replicas=2, generation=1, since="2030-01-01T00:00:00Z"),
     )
     assert [event.reason for event in plan.events] == ["Resizing"]
     plan = one_pass(TWO, plan.status, everything(ONE))
@@ -83,9 +83,10 @@ def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
     assert plan.status.roles[Role.PARAMETER_SERVER].replicas == 1
 
 
-@pytest.mark.parametrize(("tries", "more"), [(0, []), (1, ["--settle"])])
-def test_a_second_coordinator_begins_nothing(tries: int, more: list[str]) -> None:
-    plan = one_pass(TWO, at(Stage.MOVING, tries=tries), BOTH)
+def test_a_coordinator_follows_one_that_ended_without_a_verdict() -> None:
+    noted = one_pass(TWO, at(Stage.MOVING), BOTH)
+    assert noted.create_pods == []  # first the status says that there may be one
+    plan = one_pass(TWO, noted.status, BOTH)
     (manifest,) = plan.create_pods
     arguments = manifest["spec"]["containers"][0]["command"]
     assert arguments == [
@@ -94,14 +95,13 @@ def test_a_second_coordinator_begins_nothing(tries: int, more: list[str]) -> Non
         "--parameter-servers=2",
         "--sources=1",
         "--generation=1",
-        *more,
     ]
-    assert plan.status.resize is not None
-    assert plan.status.resize.tries == tries + 1
-    plan = one_pass(TWO, plan.status, with_pods(BOTH, coordinator("Failed", 137)))
-    assert [one.role for one in plan.delete_pods] == [Role.ROWS]
-    assert one_pass(TWO, plan.status, BOTH, after_s=1).create_pods == []
-    assert len(one_pass(TWO, plan.status, BOTH, after_s=6).create_pods) == 1
+    plan = one_pass(TWO, plan.status, with_pods(BOTH, coordinator("Running")))
+    for _ in range(2):
+        plan = one_pass(TWO, plan.status, with_pods(BOTH, coordinator("Failed", 137)))
+        assert [one.role for one in plan.delete_pods] == [Role.ROWS]
+        assert one_pass(TWO, plan.status, BOTH, after_s=1).create_pods == []
+        assert len(one_pass(TWO, plan.status, BOTH, after_s=6).create_pods) == 1
 
 
 def test_new_servers_that_have_the_rows_are_the_job_s_servers() -> None:
@@ -123,8 +123,10 @@ def test_new_servers_that_have_the_rows_are_the_job_s_servers() -> None:
     assert one_pass(TWO, plan.status, ready).status.resize is None
 
 
-def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why() -> None:
-    plan = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(BOTH, coordinator("Failed", 3)))
+@pytest.mark.parametrize("exit_code", [2, 3])
+def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why(exit_code: int) -> None:
+    """2: the image is older, and does not know the command."""
+    plan = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(BOTH, coordinator("Failed", exit_code)))
     assert (plan.status.resize, plan.status.failed_resize) == (None, 1)
     assert (plan.events[-1].reason, "they have standbys" in plan.events[-1].message) == ("ResizeFailed", True)
     plan = one_pass(TWO, plan.status, BOTH)
@@ -136,29 +138,72 @@ def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why() -> None
     assert one_pass(replace(TWO, generation=2), plan.status, everything(ONE)).status.resize is not None
 
 
-def test_a_resize_can_be_taken_back_until_rows_move() -> None:
+def test_a_later_coordinator_that_does_not_know_the_command_decides_nothing() -> None:
+    plan = one_pass(TWO, at(Stage.MOVING, tries=3), with_pods(BOTH, coordinator("Failed", 2)))
+    assert plan.status.resize is not None
+
+
+def test_a_resize_can_be_taken_back_until_a_coordinator_runs() -> None:
     assert one_pass(ONE, at(Stage.STARTING), BOTH).status.resize is None
-    moving = one_pass(ONE, at(Stage.MOVING), with_pods(BOTH, coordinator("Running")))
-    assert moving.status.resize is not None
-    assert moving.delete_pods == moving.delete_objects == []
+    assert one_pass(ONE, at(Stage.MOVING), BOTH).status.resize is None
+    pending = with_pods(BOTH, coordinator("Pending"))
+    plan = one_pass(ONE, at(Stage.MOVING, tries=1), pending)
+    assert [one.role for one in plan.delete_pods] == [Role.ROWS]
+    assert plan.status.resize is not None  # it may still start
+    assert one_pass(ONE, plan.status, BOTH).status.resize is None
+    started = one_pass(ONE, plan.status, with_pods(BOTH, coordinator("Running")))
+    assert one_pass(ONE, started.status, BOTH).status.resize is not None
+    unseen = one_pass(ONE, at(Stage.MOVING, tries=1), BOTH)
+    assert len(unseen.create_pods) == 1  # one may have run
+    assert one_pass(ONE, unseen.status, pending).delete_pods == []
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.MOVING])
+def test_a_resize_that_does_not_begin_in_time_is_given_up(stage: Stage) -> None:
+    status = at(stage, since="2030-01-01T00:00:00Z")
+    waits = with_pods(everything(ONE), replace(NEW_SERVERS[0], trouble="no image", phase="Pending"))
+    assert one_pass(TWO, status, waits, after_s=599).status.resize is not None
+    plan = one_pass(TWO, status, waits, after_s=600)
+    assert (plan.status.resize, plan.status.failed_resize) == (None, 1)
+    assert conditions_of(plan)["Resized"] == (False, "ResizeFailed")
+    assert "progressDeadlineSeconds" in plan.events[-1].message
+
+
+def test_new_servers_that_fail_again_and_again_end_the_resize_and_not_the_job() -> None:
+    worn = replace(NEW_SERVERS[1], num_restarts=TWO.spec.backoff_limit + 1, trouble="OOMKilled")
+    plan = one_pass(TWO, at(Stage.STARTING), with_pods(everything(ONE), NEW_SERVERS[0], worn))
+    assert (plan.status.phase, plan.status.resize, plan.status.failed_resize) == (Phase.RUNNING, None, 1)
+    assert "OOMKilled" in plan.events[-1].message
+
+
+def test_restarts_before_a_new_server_took_over_do_not_count() -> None:
+    limit = TWO.spec.backoff_limit
+    worn = replace(NEW_SERVERS[1], num_restarts=limit + 1)
+    pods = (NEW_SERVERS[0], worn)
+    moved = with_pods(everything(ONE), *pods, coordinator("Succeeded"))
+    plan = one_pass(TWO, at(Stage.MOVING, tries=2), moved)
+    plan = one_pass(TWO, plan.status, with_pods(everything(ONE), *pods))
+    assert plan.status.phase is Phase.RUNNING
+    assert plan.delete_pods == []
+    assert "RowsComplete" not in conditions_of(plan)
+    again = with_pods(everything(ONE), NEW_SERVERS[0], replace(worn, num_restarts=2 * limit + 2))
+    assert one_pass(TWO, plan.status, again).status.phase is Phase.FAILED
 
 
 @pytest.mark.parametrize("changes", [{"num_restarts": 1}, {"uid": "another"}])
 def test_a_new_server_that_starts_again_after_it_took_over_has_lost_its_rows(changes: dict[str, Any]) -> None:
     again = replace(NEW_SERVERS[1], **changes)
-    early = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(everything(ONE), NEW_SERVERS[0], again))
-    assert early.delete_pods == []  # the coordinator decides
-    plan = one_pass(
-        TWO,
-        replace(early.status, resize=at(Stage.ENDING).resize, server_generation=1),
-        with_pods(everything(ONE), NEW_SERVERS[0], again),
-    )
-    assert plan.delete_pods == [again]  # it would wait for rows that none sends
+    plan = one_pass(TWO, at(Stage.ENDING), with_pods(everything(ONE), NEW_SERVERS[0], again))
     assert conditions_of(plan)["RowsComplete"] == (False, "ServerRestarted")
-    # Its successor begins without rows, and stays.
-    successor = replace(again, uid="successor", num_restarts=0, gathers=False)
-    plan = one_pass(TWO, plan.status, with_pods(everything(ONE), NEW_SERVERS[0], successor))
-    assert plan.delete_pods == []
+    assert plan.delete_pods == []  # it finds out by itself
+
+
+def test_a_job_that_failed_in_this_pass_begins_nothing() -> None:
+    """For example by its old servers, which fail again and again."""
+    worn = with_pods(everything(ONE, PARAMETER_SERVER={"num_restarts": 9}), *NEW_SERVERS)
+    plan = one_pass(TWO, at(Stage.MOVING, tries=1), worn)
+    assert plan.status.phase is Phase.FAILED
+    assert plan.create_pods == []
 
 
 def test_the_training_may_fail_meanwhile() -> None:

@@ -45,7 +45,7 @@ def test_a_resize_that_is_given_up_leaves_the_old_parameter_servers(
     kubelet.finish(COORDINATOR, 137)
     namespace.await_(lambda: uids(namespace).get(COORDINATOR, "") not in ("", first[COORDINATOR]), "another")
     command = namespace.list("pods")[COORDINATOR]["spec"]["containers"][0]["command"]
-    assert command[-2:] == ["--generation=1", "--settle"]
+    assert command[-1] == "--generation=1"
     namespace.await_(lambda: kubelet.has(COORDINATOR), "it runs")
     kubelet.finish(COORDINATOR, 3, message="they have a storage tier")
     assert "they have a storage tier" in namespace.await_event("job", "ResizeFailed")
