@@ -205,7 +205,8 @@ class JobSpec(Section):
     suspension; without it, never."""
     progress_deadline_seconds: StrictInt = Field(default=600, ge=1)
     """Seconds for which the API server may refuse pods of a job that is not running, before the job fails. A
-    quota, a service account or a class that is missing may appear meanwhile."""
+    quota, a service account or a class that is missing may appear meanwhile. Also, seconds after which a
+    resize is cancelled whose new parameter servers have not started."""
     backoff_limit: StrictInt = Field(default=3, ge=0)
     """Restarts that the job survives: of the training, of its data loaders, and of each server."""
     backoff_seconds: StrictInt = Field(default=5, ge=0)

@@ -16,6 +16,7 @@ from persia.errors import DeadlineExceededError, UnavailableError
 from persia.launcher.coordinator import Coordinator, NotResizedError
 from persia.launcher.hand_over import ask, attempts, servers
 from persia.messaging.discovery import Directory
+from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import Step
 from persia.testing import LocalCluster
@@ -37,10 +38,10 @@ def cluster() -> Iterator[LocalCluster]:
 class NewServers:
     """The servers of a generation, which something else than the coordinator starts and ends."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, generation: int) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path, generation: int, **env: str) -> None:
         self._config = folder / "embedding.yml"
         self._config.write_text(yaml.safe_dump(SLOTS))
-        self._env, self._generation = {**os.environ, **cluster.env}, generation
+        self._env, self._generation = {**os.environ, **cluster.env, **env}, generation
         self.processes = [self.start(index, sources=NUM_OLD) for index in range(NUM_NEW)]
 
     def start(self, index: int, sources: int) -> subprocess.Popen[bytes]:
@@ -100,6 +101,7 @@ def test_what_a_coordinator_left_half_done_is_taken_back(
     coordinator, _ = make(cluster, dies_at=step)
     with pytest.raises(Died):
         coordinator.run()
+    new.kill(1)  # none waits for it
     with pytest.raises(NotResizedError, match="before the new servers had all rows"):
         make(cluster)[0].run()
     assert serving(cluster, 0, NUM_OLD) == [True] * NUM_OLD
@@ -117,7 +119,7 @@ def await_serving(cluster: LocalCluster, wanted: list[bool]) -> None:
 @pytest.mark.timeout(600)
 def test_a_hand_over_that_one_new_server_knows_of_is_finished(cluster: LocalCluster, new: NewServers) -> None:
     coordinator, _ = make(cluster)
-    coordinator._serve = lambda: ask(cluster.session, (1, 0), Step.SERVE)  # type: ignore[method-assign,assignment,return-value]
+    coordinator._serve = lambda: ask(cluster.session, (1, 0), Step.SERVE)  # type: ignore[method-assign,assignment]
     coordinator.run()
     assert serving(cluster, 1, NUM_NEW) == [True, False, False]
     # One of the others dies and is started again: its rows are lost, as ever. The third one keeps its rows.
@@ -162,6 +164,22 @@ def test_a_new_server_that_dies_while_it_is_sent_rows_changes_nothing(
     with pytest.raises(NotResizedError):
         coordinator.run()
     assert serving(cluster, 0, NUM_OLD) == [True, True]
+
+
+@pytest.mark.timeout(600)
+def test_new_servers_without_any_that_could_send_them_rows_begin_without(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """As after all of them were started again, once the old ones have ended."""
+    job = {"PERSIA_JOB_NAME": "another", "PERSIA_DEADLINE_SEC": "5"}
+    alone = NewServers(cluster, tmp_path, generation=1, **job)
+    try:
+        with NatsSession(cluster.env["PERSIA_NATS_URL"], "another", name="test") as session:
+            session.connect(60.0)
+            found = Directory(session).wait_for(EMBEDDING_PARAMETER_SERVER, 300.0, NUM_NEW)
+    finally:
+        alone.end()
+    assert [info.has_rows for info in found] == [False] * NUM_NEW
 
 
 @pytest.mark.timeout(600)
