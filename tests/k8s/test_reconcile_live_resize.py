@@ -64,7 +64,9 @@ def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
         Resize(stage=Stage.STARTING, replicas=2, generation=1, since="2030-01-01T00:00:00Z"),
     )
     assert [event.reason for event in plan.events] == ["Resizing"]
-    plan = one_pass(TWO, plan.status, everything(ONE))
+    plan = one_pass(TWO, plan.status, replace(everything(ONE), has_pod_groups=True))
+    gangs = {m["metadata"]["name"]: m["spec"]["minMember"] for m in plan.apply if m["kind"] == "PodGroup"}
+    assert gangs == {"job-servers": 3, "job-training": 2}  # a new server may find no room
     (spec,) = sets(plan).values()
     assert set(sets(plan)) == {NEW}
     assert (spec["replicas"], spec["serviceName"]) == (2, OLD)

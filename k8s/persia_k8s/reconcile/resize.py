@@ -82,7 +82,7 @@ def report(situation: Situation) -> None:
 
 
 def counted(situation: Situation) -> Scale:
-    """The pods that budgets and gangs count: in a resize without a checkpoint, old and new servers."""
+    """The pods that budgets count: in a resize without a checkpoint, old and new servers."""
     scale, resize = situation.scale, situation.before.resize
     if resize is None or not situation.before.is_moving(Stage.STARTING, Stage.MOVING):
         return scale

@@ -134,7 +134,7 @@ def _old_sets(situation: Situation) -> list[tuple[str, str]]:
 
 def _apply_gangs(situation: Situation) -> None:
     if situation.observed.has_pod_groups:
-        for manifest in pod_groups(situation.job, resize.counted(situation)):
+        for manifest in pod_groups(situation.job, situation.scale):
             _apply_if_different(situation, manifest)
 
 
