@@ -69,8 +69,7 @@ def run_parameter_server(options: ServerOptions) -> None:
 def _serve_training(
     nats_url: str, name: str, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
 ) -> None:
-    """Until a signal, with two exceptions: a standby that its primary has released becomes one again, with a
-    new copy, and a new server that has come too late for its rows begins without."""
+    """Until a signal. Returns if it is to start again: as a standby that was released, or without rows."""
     section = config.embedding_parameter_server_config
     with ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
