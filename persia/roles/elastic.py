@@ -20,7 +20,12 @@ from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import max_processors
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig
-from persia.errors import FailedPreconditionError, ResourceExhaustedError, UnavailableError
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.interface import Registration
@@ -144,7 +149,7 @@ class ElasticServer:
         while not self._has_rows and not self._server.was_sent_rows:
             generation = self._advertiser.info.generation
             serving, others = list[ServiceInfo](), None
-            with contextlib.suppress(UnavailableError):
+            with contextlib.suppress(UnavailableError, DeadlineExceededError):
                 serving = Directory(self._session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S)
                 others = self._advertiser.others(_LOOK_S)
             if others is None or any(info.generation < generation for info in others):
@@ -157,6 +162,7 @@ class ElasticServer:
                     "%s: its rows are lost, and it begins without", self._advertiser.info
                 )
                 return
+            time.sleep(_LOOK_S)
         wait_for_stop()
 
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
