@@ -561,6 +561,8 @@ class ParameterServer:
     def transfer_refusal(self) -> str: ...  # why there can be none; empty if there can
     @property
     def has_handed_over(self) -> bool: ...
+    @property
+    def was_sent_rows(self) -> bool: ...  # of one with `num_sources`: it has begun to gather
     def serve(self) -> None: ...
     @property
     def silent_for_s(self) -> float: ...  # since the last message of its primary

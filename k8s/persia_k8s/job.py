@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, WithJsonSchema
 
 from persia_k8s.errors import SpecError
-from persia_k8s.names import ATTEMPT_LABEL, JOB_LABEL, ROLE_LABEL, Role
+from persia_k8s.names import ATTEMPT_LABEL, GENERATION_LABEL, JOB_LABEL, ROLE_LABEL, SOURCES_LABEL, Role
 from persia_k8s.schema import CONFIG, list_of_objects, parse
 
 # As Kubernetes declares its own types: a mistake is refused by kubectl apply rather than found in a pod.
@@ -48,7 +48,7 @@ _TOLERATIONS = list_of_objects(
         "tolerationSeconds": {"type": "integer"},
     }
 )
-_OWN_LABELS = (JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL)
+_OWN_LABELS = (JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL, GENERATION_LABEL, SOURCES_LABEL)
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 # Open: the API server judges each pod of the job before it is made, and knows the fields of its version.
 _POD_TEMPLATE = {
@@ -205,7 +205,8 @@ class JobSpec(Section):
     suspension; without it, never."""
     progress_deadline_seconds: StrictInt = Field(default=600, ge=1)
     """Seconds for which the API server may refuse pods of a job that is not running, before the job fails. A
-    quota, a service account or a class that is missing may appear meanwhile."""
+    quota, a service account or a class that is missing may appear meanwhile. Also, seconds after which a
+    resize is cancelled whose new parameter servers have not started."""
     backoff_limit: StrictInt = Field(default=3, ge=0)
     """Restarts that the job survives: of the training, of its data loaders, and of each server."""
     backoff_seconds: StrictInt = Field(default=5, ge=0)
@@ -217,9 +218,10 @@ class JobSpec(Section):
     `PERSIA_METRICS_GATEWAY_ADDR` where `env` has it. `false` turns all of this off; probes then only look
     whether servers listen."""
     resize_checkpoint: Text | None = None
-    """Directory or URL that all parameter servers and NN workers reach. The job goes through a checkpoint
-    there when `embeddingParameterServer.replicas` changes while it runs; without it, that is refused. The
-    checkpoint is removed when the job succeeds."""
+    """Directory or URL that all parameter servers and NN workers reach. The job stops and goes through a
+    checkpoint there when `embeddingParameterServer.replicas` changes while it runs. Without it, training
+    continues meanwhile, except with standbys, storage tiers and some other settings, where the change is
+    refused. The checkpoint is removed when the job succeeds."""
     security: SecuritySpec = SecuritySpec()
     """Encryption of the job's connections."""
     nats: NatsSpec = NatsSpec()

@@ -15,6 +15,8 @@ FINALIZER = f"{GROUP}/operator"
 JOB_LABEL = "persia_job"  # published
 ROLE_LABEL = f"{GROUP}/role"
 ATTEMPT_LABEL = f"{GROUP}/attempt"
+GENERATION_LABEL = f"{GROUP}/generation"  # of parameter servers that have replaced others
+SOURCES_LABEL = f"{GROUP}/sources"  # of a parameter server that begins by gathering rows: from how many
 POD_GROUPS = "scheduling.x-k8s.io"  # the API group of the scheduler plug-ins
 POD_GROUP_LABEL = f"{POD_GROUPS}/pod-group"
 MASTER_SECRET = ("persia-system", "persia-operator-master")  # namespace and name, by default
@@ -62,9 +64,12 @@ class Role(Enum):
 PAIR = (Role.PARAMETER_SERVER, Role.STANDBY)
 
 
-def object_name(job: str, role: Role) -> str:
-    """The StatefulSet, service and disruption budget of a role."""
-    return f"{job}-{role.suffix}"
+def object_name(job: str, role: Role, generation: int = 0) -> str:
+    """The StatefulSet, service and disruption budget of a role.
+
+    `generation`: of parameter servers. Those of two exist at once, each with a StatefulSet of its own.
+    """
+    return f"{job}-{role.suffix}" + (f"-g{generation}" if generation else "")
 
 
 def pod_group_name(job: str, role: Role) -> str:
@@ -90,6 +95,6 @@ def pod_address(job: str, role: Role, index: int) -> str:
     return f"{pod_name(job, role, index)}.{object_name(job, role)}:{role.port}"
 
 
-def pod_name(job: str, role: Role, index: int) -> str:
+def pod_name(job: str, role: Role, index: int, generation: int = 0) -> str:
     """Published. For servers it is what a StatefulSet calls its pods."""
-    return f"{object_name(job, role)}-{index}"
+    return f"{object_name(job, role, generation)}-{index}"

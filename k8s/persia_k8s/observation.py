@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from persia_k8s.builders.manifest import spec_hash
-from persia_k8s.names import ATTEMPT_LABEL, ROLE_LABEL, Role
+from persia_k8s.names import ATTEMPT_LABEL, GENERATION_LABEL, ROLE_LABEL, SOURCES_LABEL, Role
 
 _FINAL = ("Succeeded", "Failed")
 _ROLES = {role.suffix: role for role in Role}
@@ -31,11 +31,18 @@ class PodView:
     is_lingering: bool = False  # finished, but for its sidecars
     exit_code: int | None = None  # of a container that has ended and is not started again
     finished_at: str | None = None  # when that container ended, by the clock of its node
+    generation: int = 0  # of a parameter server
+    gathers: bool = False  # a parameter server that begins by gathering the rows of others
     trouble: str  # why it does not run, or how it ended; "" when there is nothing to say
 
     @property
     def is_finished(self) -> bool:
         return self.phase in _FINAL
+
+    @property
+    def incarnation(self) -> str:
+        """Of a server. A container that is started again keeps its pod, a replaced pod keeps its name."""
+        return f"{self.uid}/{self.num_restarts}"
 
     @staticmethod
     def from_object(pod: Mapping[str, Any]) -> PodView | None:
@@ -64,6 +71,8 @@ class PodView:
             is_ready=conditions.get("Ready", {}).get("status") == "True",
             is_deleting=metadata.get("deletionTimestamp") is not None,
             attempt=int(labels.get(ATTEMPT_LABEL, 0)),
+            generation=int(labels.get(GENERATION_LABEL, 0)),
+            gathers=SOURCES_LABEL in labels,
             spec_hash=spec_hash(pod),
             num_restarts=sum(container["restartCount"] for container in own),
             exit_code=end.get("exitCode"),

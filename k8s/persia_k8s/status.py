@@ -48,6 +48,10 @@ class Stage(str, Enum):
     STOPPING = "Stopping"  # data loaders and NN workers end
     REPLACING = "Replacing"  # new servers start
     LOADING = "Loading"  # they read the rows
+    # Without a checkpoint, while training continues:
+    STARTING = "Starting"  # new servers start beside the old ones
+    MOVING = "Moving"  # the new ones receive rows, then take over
+    ENDING = "Ending"  # the old ones end
 
 
 # The name in Kubernetes, which would be long for a field that is read so often.
@@ -77,8 +81,12 @@ class Resize:
 
     stage: Stage = Field(description="How far it is.")
     replicas: StrictInt = Field(description="Number of the new servers.")
-    location: str = Field(default="", description="The checkpoint that the job goes through.")
-    tries: StrictInt = Field(default=0, description="Of this stage, that have failed.")
+    location: _Text = Field(default="", description="The checkpoint that the job goes through.")
+    generation: StrictInt = Field(
+        default=0, description="Of the new servers; 0 if the job goes through a checkpoint."
+    )
+    tries: StrictInt = Field(default=0, description="Of this stage, that have failed or are under way.")
+    since: _Time = Field(default="", description="When this stage began.")
     retry_time: _Time = Field(default="", description="The next one is not before.")
 
 
@@ -169,7 +177,13 @@ class JobStatus:
     checked_generation: StrictInt = Field(
         default=0, description="Generation of the spec whose pods the API server has judged."
     )
-    resizes: StrictInt = Field(default=0, description="Resizes of the parameter servers.")
+    resizes: StrictInt = Field(default=0, description="Resizes of the parameter servers by a checkpoint.")
+    server_generation: StrictInt = Field(
+        default=0, description="Resizes of the parameter servers while training continued."
+    )
+    early_restarts: StrictInt = Field(
+        default=0, description="Restarts of a parameter server before it had its rows, at most."
+    )
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."
     )
@@ -219,6 +233,11 @@ class JobStatus:
         """True while the running training is dumped for a resize."""
         stage = None if self.resize is None else self.resize.stage
         return self.phase is Phase.RESIZING and stage is Stage.DUMPING
+
+    def is_moving(self, *stages: Stage) -> bool:
+        """True in these stages of a resize without a checkpoint; without any, in all."""
+        resize = self.resize
+        return resize is not None and resize.generation > 0 and (not stages or resize.stage in stages)
 
     @property
     def is_training(self) -> bool:

@@ -115,8 +115,9 @@ class RowsGuard:
         self._servers[server.index] = server
         if known.incarnation == server.incarnation:
             return
-        if server.generation > known.generation:
-            return  # of another number of servers, which have the rows of those before
+        # Of another number of servers, which have the rows of those before unless they have restarted since.
+        if server.generation > known.generation and server.has_rows:
+            return
         if server.has_rows:
             get_default_logger().warning(
                 "%s has replaced its predecessor, with the rows of its standby, or those that its storage "

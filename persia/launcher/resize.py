@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from typing import TYPE_CHECKING
 
 import click
 
 from persia.launcher.options import COUNT, job_options, job_session, option
+
+if TYPE_CHECKING:
+    from persia.messaging.session import NatsSession
+
+_NOT_RESIZED = 3  # the exit code of a change that was given up: the old servers continue
 
 
 @click.command("resize")
@@ -17,7 +24,26 @@ from persia.launcher.options import COUNT, job_options, job_session, option
     required=True,
     help="How many parameter servers the job is to have.",
 )
-def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None:
+@option(
+    "--generation",
+    type=click.IntRange(min=1),
+    hidden=True,
+    help="Move rows to servers of this generation, which something else has started and will end.",
+)
+@option(
+    "--sources",
+    type=COUNT,
+    default=1,
+    hidden=True,
+    help="With --generation: from how many servers.",
+)
+def command(
+    nats_url: str | None,
+    job_name: str,
+    parameter_servers: int,
+    generation: int | None,
+    sources: int,
+) -> None:
     """Change the number of parameter servers of a job of `persia-launcher local` while it trains.
 
     New servers are started beside those that run, and get their rows and what changes. Then they take over
@@ -30,39 +56,56 @@ def command(nats_url: str | None, job_name: str, parameter_servers: int) -> None
 
     Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
     """
+    with job_session(nats_url, job_name, name="resize", role="admin") as session:
+        if generation is None:
+            _ask_supervisor(session, job_name, parameter_servers)
+        else:
+            _coordinate(session, generation, sources, parameter_servers)
+
+
+def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: int) -> None:
+    from persia.launcher.coordinator import Coordinator, NotResizedError
+
+    coordinator = Coordinator(session, generation, num_old, num_new, tell=partial(click.echo, err=True))
+    try:
+        coordinator.run()
+    except NotResizedError as error:
+        click.echo(str(error), err=True)
+        sys.exit(_NOT_RESIZED)
+
+
+def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int) -> None:
     from persia.errors import UnavailableError
     from persia.launcher.resizing import ResizeQuestion, ResizeState
     from persia.waiting import Attempts
 
-    with job_session(nats_url, job_name, name="resize", role="admin") as session:
+    def ask(wanted: int) -> ResizeState:
+        question = ResizeQuestion(parameter_servers=wanted).encode()
+        return ResizeState.decode(session.request(session.subjects.resize_job, question, 30.0))
 
-        def ask(wanted: int) -> ResizeState:
-            question = ResizeQuestion(parameter_servers=wanted).encode()
-            return ResizeState.decode(session.request(session.subjects.resize_job, question, 30.0))
-
-        try:
-            state = ask(parameter_servers)
-        except UnavailableError as error:
-            if not error.has_no_listener:
-                raise
-            raise UnavailableError(
-                f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
-                "starts and ends the servers of a job"
-            ) from None
-        # The supervisor has one change at a time. Another pair of numbers means that this one is over, and
-        # another user has begun the next.
-        asked, shown = (state.before, state.after), ""
-        # Without a limit: copying rows takes as long as there are rows. A supervisor that dies ends this by
-        # the deadline of `ask`.
-        for _ in Attempts(float("inf"), pause_s=0.2):
-            if state.is_over:
-                break
-            if state.step != shown:
-                click.echo(f"{state.step} ...", err=True)
-                shown = state.step
-            state = ask(0)
-            if (state.before, state.after) != asked:
-                raise UnavailableError("it is over, and another change has begun: see the output of the job")
+    try:
+        state = ask(parameter_servers)
+    except UnavailableError as error:
+        if not error.has_no_listener:
+            raise
+        raise UnavailableError(
+            f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
+            "starts and ends the servers of a job"
+        ) from None
+    # The supervisor has one change at a time. Another pair of numbers means that this one is over, and
+    # another user has begun the next.
+    asked, shown = (state.before, state.after), ""
+    # Without a limit: copying rows takes as long as there are rows. A supervisor that dies ends this by
+    # the deadline of `ask`.
+    for _ in Attempts(float("inf"), pause_s=0.2):
+        if state.is_over:
+            break
+        if state.step != shown:
+            click.echo(f"{state.step} ...", err=True)
+            shown = state.step
+        state = ask(0)
+        if (state.before, state.after) != asked:
+            raise UnavailableError("it is over, and another change has begun: see the output of the job")
     if state.failure:
         click.secho(f"{state.outcome}: {state.failure}", fg="red", err=True)
         sys.exit(1)

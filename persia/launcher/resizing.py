@@ -21,12 +21,20 @@ from pydantic import Field
 
 from persia import env
 from persia.errors import (
-    DeadlineExceededError,
     FailedPreconditionError,
-    InternalError,
     InvalidArgumentError,
     PersiaError,
     UnavailableError,
+)
+from persia.launcher.hand_over import (
+    HandOver,
+    Server,
+    ask,
+    ask_all,
+    attempts,
+    check_replaceable,
+    servers,
+    targets_of,
 )
 from persia.launcher.process_specs import STANDBY, ProcessSpecs
 from persia.launcher.restarts import how_it_ended
@@ -35,21 +43,12 @@ from persia.messaging.interface import Registration
 from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
-from persia.roles.elastic import ResizeReport, ResizeRequest, Step
+from persia.roles.elastic import Step
 from persia.security import audit
 from persia.validation import Count
-from persia.waiting import Attempts
 
-_ANSWER_S = 5.0
-_HAND_OVER_S = 20.0
 _END_S = 10.0
 _INTERRUPT_S = 0.2
-# Requests wait for about one round of changes, when servers hand over. After some seconds of trying, a longer
-# round must do.
-_SHORT_ROUND_S, _LONGER_ROUND_S = 0.05, 0.1
-_TRYING_S = 10.0
-# What all old servers together may take of the processors for the copy.
-_PERCENT = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,34 +192,30 @@ class Resizer:
             raise InvalidArgumentError(f"{num_servers} parameter servers: a job has at least one")
         if num_servers == self._num_servers:
             raise FailedPreconditionError(f"the job has {num_servers} parameter servers already")
-        for report in self._ask_all(self._old(), Step.WHO):
-            if report.refusal:
-                raise FailedPreconditionError(
-                    f"the number of parameter servers cannot be changed while the job runs: {report.refusal}"
-                )
+        check_replaceable(ask_all(self._session, self._old(), Step.WHO))
 
     def _run(self, num_servers: int) -> None:
         self._last_generation += 1
         generation = self._last_generation
-        old, new = self._old(), [(generation, index) for index in range(num_servers)]
-        processes: list[ManagedProcess] = []
+        old, processes = self._old(), list[ManagedProcess]()
+        steps = HandOver(
+            self._session,
+            old,
+            servers(generation, num_servers),
+            check=lambda: self._check_continues(processes),
+            note=self._note,
+        )
         try:
             self._start_new(generation, num_servers, processes)
-            targets = self._await_new(new, processes)
-            begin = time.monotonic()
-            percent = max(1, _PERCENT // len(old))
-            self._ask_all(old, Step.COPY, targets=targets, percent=percent)
-            self._await_copies(old, processes)
+            steps.copy(targets_of(steps.await_new()))
             copied = time.monotonic()
-            self._note(step="hand over", copy_s=copied - begin)
-            reports = self._ask_all(old, Step.HAND_OVER, timeout_s=_HAND_OVER_S)
-            self._count(reports)
+            steps.hand_over()
             before = self._commit(generation, processes)
         except BaseException:
             self._give_up(old, processes)
             raise
         try:
-            self._serve(new, processes)
+            steps.serve()
             self._note(step="end", pause_s=time.monotonic() - copied)
         except BaseException:
             # Old ones answer no more, and new ones perhaps not all. The end of these is one of parameter
@@ -243,8 +238,8 @@ class Resizer:
             process.spec = replace(spec, name=process.name)
         return before
 
-    def _old(self) -> list[tuple[int, int]]:
-        return [(self._generation, index) for index in range(self._num_servers)]
+    def _old(self) -> list[Server]:
+        return servers(self._generation, self._num_servers)
 
     def _spec(self, index: int, num_servers: int, generation: int) -> ProcessSpec:
         spec = self._specs.server(EMBEDDING_PARAMETER_SERVER, index, num_servers)
@@ -258,63 +253,12 @@ class Resizer:
             spec = replace(spec, name=f"{spec.name}-of-{num_servers}", command=command)
             processes.append(self._supervisor.start(spec))
 
-    def _await_new(
-        self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]
-    ) -> tuple[tuple[str, str], ...]:
-        for _ in self._attempts("new parameter servers"):
-            self._check_continues(processes)
-            with contextlib.suppress(UnavailableError, DeadlineExceededError):
-                reports = self._ask_all(new, Step.WHO, timeout_s=1.0)
-                return tuple((report.address, report.incarnation) for report in reports)
-        raise DeadlineExceededError("new parameter servers did not start within PERSIA_DEADLINE_SEC")
-
-    def _await_copies(self, old: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
-        attempts = self._attempts("short rounds of changes")
-        for _ in attempts:
-            self._check_continues(processes)
-            reports = self._ask_all(old, Step.WHO)
-            self._count(reports)
-            if failures := [report.failure for report in reports if report.failure]:
-                raise InternalError(f"a parameter server could not copy its rows: {failures[0]}")
-            if any(report.state == "copying" for report in reports):
-                attempts.progressed()
-                self._note(step="copy")
-                continue
-            self._note(step="follow")
-            is_patient = attempts.left_s > env.get_deadline_s() - _TRYING_S
-            least_s = _SHORT_ROUND_S if is_patient else _LONGER_ROUND_S
-            if all(report.round_s < least_s for report in reports):
-                return
-        raise DeadlineExceededError(
-            "rows change faster than they are copied: the last changes still take "
-            f"{max(report.round_s for report in reports):.2f} s after PERSIA_DEADLINE_SEC"
-        )
-
-    def _serve(self, new: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
-        for _ in self._attempts("new parameter servers to answer"):
-            self._check_continues(processes)
-            with contextlib.suppress(UnavailableError, DeadlineExceededError):
-                self._ask_all(new, Step.SERVE)
-                return
-        raise DeadlineExceededError("new parameter servers have their rows, and do not answer")
-
-    def _attempts(self, waiting_for: str, longest_pause_s: float = 0.0) -> Attempts:
-        return Attempts(
-            env.get_deadline_s(), longest_pause_s=longest_pause_s, waiting_for=lambda: waiting_for
-        )
-
     def _check_continues(self, processes: Sequence[ManagedProcess]) -> None:
         if self._is_cancelled.is_set():
             raise UnavailableError("the job is being started again")
         _check_running(processes)
 
-    def _count(self, reports: Sequence[ResizeReport]) -> None:
-        self._note(
-            num_rows=sum(report.num_rows for report in reports),
-            num_bytes=sum(report.num_bytes for report in reports),
-        )
-
-    def _give_up(self, old: Sequence[tuple[int, int]], processes: Sequence[ManagedProcess]) -> None:
+    def _give_up(self, old: Sequence[Server], processes: Sequence[ManagedProcess]) -> None:
         for process in processes:
             process.send_signal(signal.SIGKILL)
         with ThreadPoolExecutor(len(old)) as pool:
@@ -326,11 +270,11 @@ class Resizer:
         refuse checkpoints and further changes, as long as it lives.
         """
         waiting = f"parameter server {index} to forget the change of their number"
-        for _ in self._attempts(waiting, longest_pause_s=2.0):
+        for _ in attempts(waiting, longest_pause_s=2.0):
             if self.is_closed or self._process(index).exit_code is not None:
                 return
             with contextlib.suppress(PersiaError):
-                self._ask((self._generation, index), Step.GIVE_UP)
+                ask(self._session, (self._generation, index), Step.GIVE_UP)
                 return
         self._kill([self._process(index)])
 
@@ -340,21 +284,6 @@ class Resizer:
 
     def _kill(self, processes: Sequence[ManagedProcess]) -> None:
         self._supervisor.kill([process.name for process in processes])
-
-    def _ask_all(
-        self, servers: Sequence[tuple[int, int]], step: Step, timeout_s: float = _ANSWER_S, **more: object
-    ) -> list[ResizeReport]:
-        """All at once: between the first and the last one that hands over, training waits."""
-        with ThreadPoolExecutor(max(1, len(servers))) as pool:
-            asked = [pool.submit(self._ask, server, step, timeout_s, **more) for server in servers]
-            return [one.result() for one in asked]
-
-    def _ask(
-        self, server: tuple[int, int], step: Step, timeout_s: float = _ANSWER_S, **more: object
-    ) -> ResizeReport:
-        request = ResizeRequest(step=step, **more)  # type: ignore[arg-type]
-        subject = self._session.subjects.resize(*server)
-        return ResizeReport.decode(self._session.request(subject, request.encode(), timeout_s))
 
 
 def _check_running(processes: Sequence[ManagedProcess]) -> None:

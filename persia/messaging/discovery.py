@@ -197,6 +197,13 @@ class Advertiser:
         self._payload = self.info.encode()
         self._publish(EventKind.JOINED)
 
+    def others(self, window_s: float) -> list[ServiceInfo] | None:
+        """Those of its role that answer within `window_s`, also those that callers do not find. None: this
+        one does not hear itself, and may have missed others."""
+        found = _who(self._session, self.info.role, window_s, asker=self._payload)
+        others = [info for info in found if info.incarnation != self.info.incarnation]
+        return others if len(others) < len(found) else None
+
     def set_replicas(self, replicas: int) -> None:
         """Changes the number of replicas that this service advertises."""
         self.info = replace(self.info, replicas=replicas)

@@ -48,7 +48,7 @@ _PUBLISH: Mapping[str, list[str]] = {
     SERVER: [*_advertise(EMBEDDING_PARAMETER_SERVER), _REPLICAS],
     INFERENCE: _advertise(SERVING),
     MONITOR: [],
-    ADMIN: [_CHECKPOINTS, _RESIZE],
+    ADMIN: [_CHECKPOINTS, _RESIZE, _RESIZES],  # on Kubernetes it also coordinates the resize
 }
 _SUBSCRIBE: Mapping[str, list[str]] = {
     TRAINER: [*_who(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), *_advertise("*"), *_OF_RANKS, _TRAINING_DUMP],

@@ -6,28 +6,40 @@ The native server copies its rows, and hands them over. This module answers the 
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from pydantic import StrictBool
+
+from persia import env
 from persia.checkpoint.protocol import Request, Verb
 from persia.checkpoint.server_job import max_processors
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig
-from persia.errors import FailedPreconditionError, ResourceExhaustedError
+from persia.errors import (
+    DeadlineExceededError,
+    FailedPreconditionError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from persia.logger import get_default_logger
-from persia.messaging.discovery import Advertiser
+from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
-from persia.roles.lifetime import ServerOptions, address_of
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
+from persia.roles.lifetime import ServerOptions, address_of, wait_for_stop
 from persia.validation import Count
 
 if TYPE_CHECKING:
     from persia._native import ParameterServer
 
-_BUSY = "a checkpoint is being written or loaded: try again after it"
+BUSY = "a checkpoint is being written or loaded: try again after it"
+_LOOK_S = 1.0
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -66,6 +78,8 @@ class ResizeReport(JsonMessage):
     num_rows: Count = 0
     round_s: float = 0.0  # of the last changes that it has sent
     failure: str = ""
+    was_sent_rows: StrictBool = False  # of a new one: it has begun to gather
+    is_serving: StrictBool = False  # it answers requests
 
 
 def refusal_of(config: GlobalConfig) -> str:
@@ -124,6 +138,33 @@ class ElasticServer:
         self._advertiser, self._checkpoints = advertiser, checkpoints
         self._registration = self._session.respond(self._subject, self._answer)
 
+    def wait(self) -> None:
+        """Until a signal. Returns for a new server that is too late: its predecessor was sent the rows.
+
+        That is so if another one of its generation serves, before which all had their rows. If all have lost
+        them, those whose rows they were do not answer any more.
+        """
+        assert self._advertiser is not None
+        last_seen = time.monotonic()
+        while not self._has_rows and not self._server.was_sent_rows:
+            generation = self._advertiser.info.generation
+            serving, others = list[ServiceInfo](), None
+            with contextlib.suppress(UnavailableError, DeadlineExceededError):
+                serving = Directory(self._session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S)
+                others = self._advertiser.others(_LOOK_S)
+            if others is None or any(info.generation < generation for info in others):
+                last_seen = time.monotonic()
+            is_late = any(info.generation >= generation for info in serving)
+            is_late = is_late or time.monotonic() - last_seen > env.get_deadline_s()
+            # Asked again: the first rows, and the end of it all, may have come meanwhile.
+            if is_late and not self._has_rows and not self._server.was_sent_rows:
+                get_default_logger().warning(
+                    "%s: its rows are lost, and it begins without", self._advertiser.info
+                )
+                return
+            time.sleep(_LOOK_S)
+        wait_for_stop()
+
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
         """`handle` of the CheckpointService. Of the servers before and after, one answers."""
         checkpoints = self._checkpoints
@@ -157,18 +198,20 @@ class ElasticServer:
             address=self._address,
             incarnation=f"{self._server.incarnation:016x}",
             refusal=refusal_of(self._config) or self._server.transfer_refusal or self._busy_with(),
+            was_sent_rows=self._server.was_sent_rows,
+            is_serving=self.is_serving,
             **progress,
         )
 
     def _busy_with(self) -> str:
         if self._checkpoints is not None and self._checkpoints.is_busy:
-            return _BUSY
+            return BUSY
         return ""
 
     def _copy(self, request: ResizeRequest) -> None:
         # Without a wait: the coordinator may give up meanwhile, and the copy would begin after that.
         if not self._lock.acquire(blocking=False):
-            raise FailedPreconditionError(_BUSY)
+            raise FailedPreconditionError(BUSY)
         try:
             if reason := self._busy_with():
                 raise FailedPreconditionError(reason)

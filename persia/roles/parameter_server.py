@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from persia import env
@@ -59,15 +60,16 @@ def run_parameter_server(options: ServerOptions) -> None:
         raise ConfigError("--standby needs embedding_parameter_server_config.standbys: 1")
     nats_url = env.require_nats_url()
     with stopped_by_signals(name):
-        # A standby that its primary has released becomes one again, with a new copy.
-        while not _serve_training(nats_url, name, options, config, slots):
-            get_default_logger().info("%s: released, and starts again", name)
+        while True:
+            _serve_training(nats_url, name, options, config, slots)
+            get_default_logger().info("%s starts again", name)
+            options = replace(options, sources=0)
 
 
 def _serve_training(
     nats_url: str, name: str, options: ServerOptions, config: GlobalConfig, slots: SlotsConfig | None
-) -> bool:
-    """Returns False if it was a standby and was released; otherwise a signal ends it."""
+) -> None:
+    """Until a signal. Returns if it is to start again: as a standby that was released, or without rows."""
     section = config.embedding_parameter_server_config
     with ExitStack() as stack:
         # First, so that it is closed last: the server uses it until it has stopped.
@@ -100,7 +102,7 @@ def _serve_training(
             pair = Pair(replica, config_hash(section, options.replica_size, schema), section)
             source.standby = pair.status
             if is_standby and not _follow(pair, source, observer, is_forced=options.standby):
-                return False
+                return
             pair.lead(checkpoints)
             stack.callback(pair.close)
         advertiser = stack.enter_context(
@@ -123,8 +125,7 @@ def _serve_training(
         if pair is not None:
             pair.start(advertiser)
         elastic.start(advertiser, checkpoints)
-        wait_for_stop()
-    return True
+        elastic.wait()
 
 
 def _follow(pair: Pair, source: ParameterServerSource, observer: ProcessObserver, *, is_forced: bool) -> bool:

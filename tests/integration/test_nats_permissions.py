@@ -46,7 +46,7 @@ PUBLISH = {
     SERVER: {"advertise.embedding-parameter-server", "replica.0.all"},
     INFERENCE: {"advertise.serving"},
     MONITOR: set(),
-    ADMIN: {"checkpoint.0", "checkpoint.training", "resize"},
+    ADMIN: {"checkpoint.0", "checkpoint.training", "resize", "resize.1.0"},
 }
 SUBSCRIBE = {
     TRAINER: {f"advertise.{service}" for service in SERVICES}

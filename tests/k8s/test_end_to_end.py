@@ -352,6 +352,44 @@ def test_parameter_servers_are_resized_and_the_training_goes_on_where_it_was(
     namespace.await_(lambda: "resizeCheckpoint" not in namespace.status("adult-income"), "which is noted")
 
 
+@pytest.mark.timeout(900)
+def test_parameter_servers_are_resized_while_the_training_continues(
+    namespace: Namespace,
+    run_pods: dict[str, LocalProcess],
+    operator: OperatorProcess,
+    toy: dict[str, Any],
+    tmp_path: Path,
+) -> None:
+    toy["spec"]["embeddingParameterServer"]["replicas"] = 2
+    toy["spec"]["security"] = {"tls": True}
+    namespace.apply(toy)
+    await_batches(namespace, run_pods, 30)
+    trains = {
+        name: run_pods[f"adult-income-{name}-0"] for name in ("nn-worker", "embedding-worker", "dataloader")
+    }
+    for wanted in (3, 2):
+        resize_parameter_servers(namespace, wanted)
+        is_done = ("True", f"embeddingParameterServer.replicas: {wanted}")
+        namespace.await_(
+            lambda is_done=is_done: condition_of(namespace, "Resized") == is_done, "resized", TIMEOUT_S
+        )
+        await_batches(namespace, run_pods, 30)
+    new = {f"adult-income-embedding-ps-g2-{index}" for index in range(2)}
+    namespace.await_(lambda: {n for n in namespace.list("pods") if "-ps-" in n} == new, "others have ended")
+    (tmp_path / "toy" / "enough").touch()
+    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+    assert (status["restarts"], status["loaderRestarts"], status["serverGeneration"]) == (0, 0, 2)
+    assert not {"ServerRestarted", "ServersNotReady"} & {r for r, _ in namespace.events("adult-income")}
+    assert all(run_pods[f"adult-income-{name}-0"] is process for name, process in trains.items())
+    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
+    num_sent = int((tmp_path / "toy" / "num_sent").read_text())
+    assert report["batch_ids"] == list(range(num_sent))
+    assert report["counters"]["batches_trained"] == num_sent
+    assert report["counters"]["batches_failed"] == report["counters"]["batches_released"] == 0
+    assert len(report["sizes"]) == 2
+    assert sum(report["sizes"]) <= 250  # no row was made twice
+
+
 def test_a_training_that_cannot_be_dumped_goes_on_as_it_is(
     namespace: Namespace,
     run_pods: dict[str, LocalProcess],

@@ -14,31 +14,70 @@ from harness import PODS, Namespace, OperatorProcess, job_manifest
 from kubelet import FakeKubelet
 
 
-def test_resizing_parameter_servers_is_refused(
+def condition(namespace: Namespace, kind: str) -> tuple[str, str]:
+    """Status and reason."""
+    conditions = namespace.status("job").get("conditions", [])
+    return next(((c["status"], c["reason"]) for c in conditions if c["type"] == kind), ("", ""))
+
+
+COORDINATOR = "job-rows-resize"
+NEW = {f"job-embedding-ps-g1-{index}" for index in range(2)}
+
+
+def uids(namespace: Namespace) -> dict[str, str]:
+    return {name: pod["metadata"]["uid"] for name, pod in namespace.list("pods").items()}
+
+
+def want_servers(namespace: Namespace, number: int) -> None:
+    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": number}}})
+
+
+def test_a_resize_that_is_given_up_leaves_the_old_parameter_servers(
     namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
 ) -> None:
     namespace.apply(job_manifest())
     namespace.await_phase("job", "Running")
-    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 3}}})
-    message = namespace.await_event("job", "ResizeRefused")
-    assert "set resizeCheckpoint" in message
-    condition = next(c for c in namespace.status("job")["conditions"] if c["type"] == "SpecApplied")
-    assert (condition["status"], condition["reason"], condition["message"]) == (
-        "False",
-        "ResizeRefused",
-        message,
-    )
-    assert namespace.status("job")["roles"]["embeddingParameterServer"]["replicas"] == 1
-    assert set(namespace.list("pods")) == PODS
+    before = uids(namespace)
+    want_servers(namespace, 2)
+    namespace.await_(lambda: kubelet.has(COORDINATOR), "the coordinator runs")
+    first = uids(namespace)
+    assert set(first) == {*PODS, *NEW, COORDINATOR}
+    kubelet.finish(COORDINATOR, 137)
+    namespace.await_(lambda: uids(namespace).get(COORDINATOR, "") not in ("", first[COORDINATOR]), "another")
+    command = namespace.list("pods")[COORDINATOR]["spec"]["containers"][0]["command"]
+    assert command[-1] == "--generation=1"
+    namespace.await_(lambda: kubelet.has(COORDINATOR), "it runs")
+    kubelet.finish(COORDINATOR, 3, message="they have a storage tier")
+    assert "they have a storage tier" in namespace.await_event("job", "ResizeFailed")
+    namespace.await_(lambda: not NEW & set(namespace.list("pods")), "the old servers continue")
+    assert condition(namespace, "Resized") == ("False", "ResizeFailed")
+    namespace.await_(lambda: condition(namespace, "SpecApplied") == ("False", "ResizeRefused"), "it is said")
+    after = uids(namespace)
+    assert {name: after[name] for name in before} == before
+    want_servers(namespace, 1)
+    namespace.await_(lambda: condition(namespace, "SpecApplied")[0] == "True", "taken back")
 
-    namespace.patch("persiajobs", "job", {"spec": {"embeddingParameterServer": {"replicas": 1}}})
-    namespace.await_(
-        lambda: any(
-            c["type"] == "SpecApplied" and c["status"] == "True"
-            for c in namespace.status("job")["conditions"]
-        ),
-        "taken back",
-    )
+
+def test_parameter_servers_are_resized_by_an_operator_that_dies(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    before = uids(namespace)
+    want_servers(namespace, 2)
+    namespace.await_(lambda: kubelet.has(COORDINATOR), "the coordinator runs")
+    operator.stop(signal.SIGKILL)
+    kubelet.finish(COORDINATOR)
+    operator.start()
+    namespace.await_(lambda: condition(namespace, "Resized") == ("True", "Ready"), "resized")
+    namespace.await_(lambda: "job-embedding-ps-0" not in namespace.list("pods"), "the old one has ended")
+    status = namespace.status("job")
+    assert (status["phase"], status["serverGeneration"], "resize" in status) == ("Running", 1, False)
+    assert status["roles"]["embeddingParameterServer"] == {"replicas": 2, "ready": 2, "restarts": 0}
+    after = uids(namespace)
+    kept = before.keys() - {"job-embedding-ps-0"}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert not {"ServerRestarted", "ServersNotReady"} & {reason for reason, _ in namespace.events("job")}
 
 
 def test_parameter_servers_are_resized_through_a_checkpoint(

@@ -69,13 +69,16 @@ class Scale:
     """Number of pods of each role, and the number of this start of the training, from 0.
 
     `suspensions`: counts the job secrets: pods of different secrets cannot talk to each other. `tls`: the
-    pods have certificates, all of them or none.
+    pods have certificates, all of them or none. `generation`: of the parameter servers; `sources`: from how
+    many older ones they gather their rows first, 0 for servers that begin without.
     """
 
     replicas: Mapping[Role, int]
     attempt: int = 0
     suspensions: int = 0
     tls: bool = False
+    generation: int = 0
+    sources: int = 0
 
 
 def uses_tls(job: Job, status: JobStatus) -> bool:

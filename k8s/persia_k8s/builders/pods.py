@@ -6,6 +6,7 @@ a group that has failed, and only the operator starts all of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from persia_k8s.builders.manifest import (
@@ -19,6 +20,7 @@ from persia_k8s.builders.manifest import (
 )
 from persia_k8s.job import Job, RoleSpec
 from persia_k8s.names import ATTEMPT_LABEL, Role, object_name, pod_name
+from persia_k8s.status import Resize
 
 # For so long the training waits after the dump, to be ended by the operator: what it learned later would be
 # lost. An operator that is restarted, perhaps on another node, has the time to come back.
@@ -82,7 +84,7 @@ def rows_location(job: Job) -> str:
 
 
 def rows_pod_name(job: Job, verb: str) -> str:
-    """`verb`: dump, load or remove."""
+    """`verb`: dump, load, remove or resize."""
     return f"{object_name(job.name, Role.ROWS)}-{verb}"
 
 
@@ -91,12 +93,31 @@ _OF_ROWS = ("image", "env", "envFrom", "volumeMounts", "securityContext")
 
 
 def rows_pod(job: Job, verb: str, location: str, scale: Scale, images: Images) -> Manifest:
+    """A pod that writes, reads or removes a checkpoint."""
+    arguments = ["checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
+    return _pod_beside_servers(job, verb, arguments, scale, images)
+
+
+def resize_pod(job: Job, resize: Resize, scale: Scale, images: Images) -> Manifest:
+    """The coordinator of a resize without a checkpoint."""
+    arguments = [
+        "resize",
+        f"--parameter-servers={resize.replicas}",
+        f"--sources={scale.replicas[Role.PARAMETER_SERVER]}",
+        f"--generation={resize.generation}",
+    ]
+    return _pod_beside_servers(job, "resize", arguments, scale, images)
+
+
+def _pod_beside_servers(
+    job: Job, verb: str, arguments: Sequence[str], scale: Scale, images: Images
+) -> Manifest:
     """A pod with image, volumes and credentials of the parameter servers, which write and read the files."""
     server = job.spec.embedding_parameter_server
     # Without its resources: the pod only asks the servers, and a second reservation of their memory may not
     # fit.
     spec = server.model_copy(update={"resources": {}, "pod_template": _rows_template(server)})
-    command = ["persia-launcher", "checkpoint", verb, location, *_ARGUMENTS.get(verb, ())]
+    command = ["persia-launcher", *arguments]
     template = pod_template(job, Role.ROWS, spec, scale, images, command, restart_policy="Never")
     return make_pod(job, rows_pod_name(job, verb), template)
 

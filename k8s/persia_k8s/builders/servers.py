@@ -21,7 +21,16 @@ from persia_k8s.builders.manifest import (
     pod_template,
 )
 from persia_k8s.job import Job, RoleSpec
-from persia_k8s.names import ATTEMPT_LABEL, PAIR, ROLE_LABEL, Role, object_name, pod_address
+from persia_k8s.names import (
+    ATTEMPT_LABEL,
+    GENERATION_LABEL,
+    PAIR,
+    ROLE_LABEL,
+    SOURCES_LABEL,
+    Role,
+    object_name,
+    pod_address,
+)
 
 _SERVER = (
     "exec persia-launcher embedding-parameter-server --port={port} "
@@ -64,10 +73,11 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
     has_metrics = role not in _WITHOUT_METRICS
     container = {
         "ports": [{"name": "rpc", "containerPort": role.port}, *(metrics_ports(job) if has_metrics else [])],
-        "startupProbe": _probe(job, role, _sign_of_start(job, role), failures=_START_S // _PROBE_S),
+        "startupProbe": _probe(job, role, _sign_of_start(job, role, scale), failures=_START_S // _PROBE_S),
         "readinessProbe": _probe(job, role, "/readyz", failures=2),
         "livenessProbe": _probe(job, role, "/healthz", failures=6),
     }
+    own_labels = _own_labels(role, scale)
     template = pod_template(
         job,
         role,
@@ -77,8 +87,7 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         _command(job, role, scale),
         restart_policy="Always",
         container=container,
-        # New ones for each start of the training: the old ones hold batches of loaders that are gone.
-        more_labels={ATTEMPT_LABEL: str(scale.attempt)} if role is Role.EMBEDDING_WORKER else {},
+        more_labels=own_labels,
         annotations=metrics_annotations(job) if has_metrics else {},
         terminationGracePeriodSeconds=_grace_s(job, role, spec),
         **({"affinity": _apart(job)} if role is Role.STANDBY and not spec.affinity else {}),
@@ -89,14 +98,31 @@ def stateful_set(job: Job, role: Role, scale: Scale, images: Images) -> Manifest
         # Servers need no order among themselves: one after the other they would only start later.
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "RollingUpdate" if job.is_inference else "OnDelete"},
-        "selector": {"matchLabels": labels(job, role)},
+        "selector": {"matchLabels": {**labels(job, role), **_generation_label(role, scale)}},
         "template": template,
     }
-    return make_manifest("StatefulSet", job, role, set_spec, object_name(job.name, role))
+    generation = scale.generation if role is Role.PARAMETER_SERVER else 0
+    return make_manifest("StatefulSet", job, role, set_spec, object_name(job.name, role, generation))
 
 
-def _sign_of_start(job: Job, role: Role) -> str:
+def _own_labels(role: Role, scale: Scale) -> dict[str, str]:
+    if role is Role.EMBEDDING_WORKER:
+        # New ones for each start of the training: the old ones hold batches of loaders that are gone.
+        return {ATTEMPT_LABEL: str(scale.attempt)}
+    gathers = role is Role.PARAMETER_SERVER and scale.sources
+    return {**_generation_label(role, scale), **({SOURCES_LABEL: str(scale.sources)} if gathers else {})}
+
+
+def _generation_label(role: Role, scale: Scale) -> dict[str, str]:
+    # None for the first generation: its pods and sets stay what they were before there were generations.
+    has_label = role is Role.PARAMETER_SERVER and scale.generation
+    return {GENERATION_LABEL: str(scale.generation)} if has_label else {}
+
+
+def _sign_of_start(job: Job, role: Role, scale: Scale) -> str:
     """The path that answers once a server has started."""
+    if role is Role.PARAMETER_SERVER and scale.sources:  # ready when it has all rows, as below
+        return "/healthz"
     # A standby is ready when it has all rows, which may be copied for hours; so is a server that became one.
     return "/healthz" if role in PAIR and Role.STANDBY in job.roles else "/readyz"
 
@@ -122,7 +148,8 @@ def _command(job: Job, role: Role, scale: Scale) -> list[str]:
             f"--max-payload={size}",
         ]
     if job.spec.inference is None:
-        more = ""
+        more = f" --generation={scale.generation}" if role in PAIR and scale.generation else ""
+        more += f" --sources={scale.sources}" if role is Role.PARAMETER_SERVER and scale.sources else ""
     elif role is Role.INFERENCE:
         workers = _addresses(job, Role.EMBEDDING_WORKER, scale)
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from persia_k8s.builders.pods import rows_pod_name
 from persia_k8s.names import Role
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
 from persia_k8s.status import Phase
@@ -57,11 +58,12 @@ def clean_up(situation: Situation, *, is_tidy: bool) -> None:
     # From the status rather than a timer: the operator may have been restarted since.
     passed_s = (situation.now - parse_time(situation.before.completion_time)).total_seconds()
     has_failed = situation.before.phase is Phase.FAILED
+    removal = rows_pod_name(situation.job, "remove")
     active = [
         pod
         for pod in situation.observed.pods
         if (pod.is_lingering or not pod.is_finished)
-        and (pod.role.is_training or (pod.role is Role.ROWS and has_failed))
+        and (pod.role.is_training or (pod.role is Role.ROWS and (has_failed or pod.name != removal)))
     ]
     is_over = has_failed or passed_s >= _LOADER_GRACE_S
     if active and is_over:

@@ -35,8 +35,8 @@ def report(situation: Situation) -> None:
     short = [
         f"{role.field} {counts.ready} of {counts.replicas}"
         for role, counts in status.roles.items()
-        # New embedding workers that start are no loss.
-        if counts.ready < counts.replicas and not resize.is_going_on(situation)
+        # New embedding workers that start are no loss, nor are servers that hand over.
+        if counts.ready < counts.replicas and not resize.explains_absence(situation, role)
     ]
     text = "; ".join(short)
     if status.is_training:

@@ -16,10 +16,9 @@ from persia_k8s.names import ROLE_LABEL, Role
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, servers, training
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
+from persia_k8s.reconcile.rows_pods import CONDITION, FIELD, delete_rows_pods, enter, provide_pod, report
 from persia_k8s.status import Phase, Resize, Stage
 
-_CONDITION = "Resized"
-_FIELD = Role.PARAMETER_SERVER.field
 _NOT_YET = 75  # the exit code of a dump that may succeed later
 _RETRY_S = 10.0
 # Of the time for which the training waits after a dump: for clocks that differ, and for pods to be ended.
@@ -34,6 +33,7 @@ def is_wanted(situation: Situation) -> bool:
         and not job.is_inference
         and job.spec.resize_checkpoint is not None
         and before.failed_resize != job.generation
+        and before.resize is None
         and job.roles[Role.PARAMETER_SERVER].replicas != situation.scale.replicas[Role.PARAMETER_SERVER]
     )
 
@@ -44,13 +44,13 @@ def begin(situation: Situation) -> None:
     has = situation.scale.replicas[Role.PARAMETER_SERVER]
     location = rows_location(situation.job)
     text = (
-        f"{_FIELD}.replicas: {wanted} instead of {has}; the training is dumped to {location}, stops, and "
+        f"{FIELD}.replicas: {wanted} instead of {has}; the training is dumped to {location}, stops, and "
         "continues from there"
     )
     situation.event("Resizing", text)
     situation.update(phase=Phase.RESIZING)
-    _delete_pods(situation)
-    _enter(situation, Resize(stage=Stage.DUMPING, replicas=wanted, location=location))
+    delete_rows_pods(situation)
+    enter(situation, Resize(stage=Stage.DUMPING, replicas=wanted, location=location))
 
 
 def go_on(situation: Situation) -> None:
@@ -64,15 +64,15 @@ def dump(situation: Situation) -> None:
     resize = _resize(situation)
     # Until the training is stopped the resize can be taken back at no cost.
     if situation.job.roles[Role.PARAMETER_SERVER].replicas != resize.replicas:
-        break_off(situation, f"{_FIELD}.replicas has changed again", phase=Phase.RUNNING)
+        break_off(situation, f"{FIELD}.replicas has changed again", phase=Phase.RUNNING)
         return
-    pod = _provide_pod(situation, "dump")
+    pod = _rows_pod(situation, "dump")
     if pod is None:
         return
     if _is_outdated(situation, pod):
         _dump_again(situation)
     elif pod.phase == "Succeeded":
-        _enter(situation, replace(resize, stage=Stage.STOPPING, tries=0))
+        enter(situation, replace(resize, stage=Stage.STOPPING, tries=0))
     elif pod.phase == "Failed" and pod.exit_code == _NOT_YET:
         _wait(situation, pod)
     elif pod.phase == "Failed":
@@ -86,8 +86,8 @@ def break_off(situation: Situation, why: str, *, phase: Phase | None = None) -> 
     """Gives up the dump under way, if there is one, which has changed nothing. `phase`: the next one."""
     if situation.before.is_dumping:
         situation.update(resize=None, **({} if phase is None else {"phase": phase}))
-        situation.set_condition(_CONDITION, False, "BrokenOff", why)
-        _delete_pods(situation)
+        situation.set_condition(CONDITION, False, "BrokenOff", why)
+        delete_rows_pods(situation)
         # Planned earlier in this pass, before the reason to stop was found.
         situation.plan.create_pods = [
             pod
@@ -115,7 +115,7 @@ def remove_checkpoint(situation: Situation) -> bool:
         text = f"{location} stays behind, it could not be removed: {pod.trouble}"
         situation.event("ResizeCheckpointLeft", text, is_warning=True)
     situation.update(resize_checkpoint="")
-    _delete_pods(situation)
+    delete_rows_pods(situation)
     return True
 
 
@@ -125,23 +125,11 @@ def _resize(situation: Situation) -> Resize:
     return resize
 
 
-def _enter(situation: Situation, resize: Resize) -> None:
-    situation.update(resize=resize)
-    _report(situation, resize)
-    situation.plan.look_again_s = 0.5
-
-
-def _report(situation: Situation, resize: Resize, trouble: str = "") -> None:
-    """The stage, and what hinders it."""
-    text = f"{_FIELD}.replicas: {resize.replicas} wanted{trouble and '; '}{trouble}"
-    situation.set_condition(_CONDITION, False, resize.stage.value, text)
-
-
 def _stop(situation: Situation) -> None:
     """Pods of an earlier resize go as well: they hold the names. A training that has just ended has ended."""
     if training.has_succeeded(situation):
         situation.update(resize=None)
-        situation.set_condition(_CONDITION, False, "Ended", "the training has ended first")
+        situation.set_condition(CONDITION, False, "Ended", "the training has ended first")
         finish.succeed(situation)
         return
     old = [pod for pod in situation.observed.pods if not pod.role.is_server]
@@ -153,7 +141,7 @@ def _stop(situation: Situation) -> None:
     old.sort(key=lambda pod: pod.role is Role.ROWS)
     situation.plan.delete_pods += [pod for pod in old if not pod.is_deleting]
     if not old:
-        _enter(situation, replace(_resize(situation), stage=Stage.REPLACING))
+        enter(situation, replace(_resize(situation), stage=Stage.REPLACING))
 
 
 def _is_outdated(situation: Situation, pod: PodView) -> bool:
@@ -171,10 +159,10 @@ def _dump_again(situation: Situation) -> None:
     )
     # An operator that was away: the training has waited its time and then continued.
     situation.event("ResizeLate", text)
-    _delete_pods(situation)
+    delete_rows_pods(situation)
     resize = replace(_resize(situation), stage=Stage.DUMPING)
-    _enter(situation, resize)
-    _report(situation, resize, text)
+    enter(situation, resize)
+    report(situation, resize, text)
 
 
 def _wait(situation: Situation, pod: PodView) -> None:
@@ -183,32 +171,27 @@ def _wait(situation: Situation, pod: PodView) -> None:
     text = f"the training cannot be dumped yet, which is tried again: {pod.trouble}"
     if resize.tries == 0:
         situation.event("ResizeWaits", text)
-    _delete_pods(situation)
+    delete_rows_pods(situation)
     retry_time = time_text(situation.after(_RETRY_S))
-    _enter(situation, replace(resize, tries=resize.tries + 1, retry_time=retry_time))
-    _report(situation, resize, text)
-
-
-def _delete_pods(situation: Situation) -> None:
-    pods = situation.observed.of_role(Role.ROWS)
-    situation.plan.delete_pods += [pod for pod in pods if not pod.is_deleting]
+    enter(situation, replace(resize, tries=resize.tries + 1, retry_time=retry_time))
+    report(situation, resize, text)
 
 
 def _replace(situation: Situation) -> None:
     lacking = servers.replace_parameter_servers(situation)
     if lacking:
-        _report(situation, _resize(situation), lacking)
+        report(situation, _resize(situation), lacking)
     else:
-        _enter(situation, replace(_resize(situation), stage=Stage.LOADING))
+        enter(situation, replace(_resize(situation), stage=Stage.LOADING))
 
 
 def _load(situation: Situation) -> None:
-    pod, resize = _provide_pod(situation, "load"), _resize(situation)
+    pod, resize = _rows_pod(situation, "load"), _resize(situation)
     if pod is None:
         return
     if pod.phase == "Succeeded":
-        text = f"{_FIELD}.replicas: {resize.replicas}"
-        situation.set_condition(_CONDITION, True, "Ready", text)
+        text = f"{FIELD}.replicas: {resize.replicas}"
+        situation.set_condition(CONDITION, True, "Ready", text)
         situation.event("Resized", f"{resize.replicas} parameter servers have the rows")
         _start_training(situation)
     elif pod.phase == "Failed":
@@ -219,7 +202,7 @@ def _load(situation: Situation) -> None:
             return
         situation.event("ResizeFailed", f"{text}; it is tried again", is_warning=True)
         situation.plan.delete_pods.append(pod)
-        _enter(situation, replace(resize, tries=resize.tries + 1))
+        enter(situation, replace(resize, tries=resize.tries + 1))
 
 
 def _start_training(situation: Situation) -> None:
@@ -237,20 +220,8 @@ def _start_training(situation: Situation) -> None:
     situation.plan.look_again_s = 0.0
 
 
-def _provide_pod(situation: Situation, verb: str) -> PodView | None:
-    """The pod that dumps or loads, created where it is missing."""
-    name, resize = rows_pod_name(situation.job, verb), _resize(situation)
-    pods = {pod.name: pod for pod in situation.observed.of_role(Role.ROWS)}
-    left_s = 0.0
-    if resize.retry_time:
-        left_s = (parse_time(resize.retry_time) - situation.now).total_seconds()
-    # A pod of an earlier try holds the name until it is gone.
-    if name not in pods or pods[name].is_deleting:
-        if left_s <= 0 and name not in pods:
-            pod = rows_pod(situation.job, verb, resize.location, situation.scale, situation.images)
-            situation.plan.create_pods.append(pod)
-        situation.plan.look_again_s = min(2.0, max(left_s, 0.5))
-        return None
-    if not pods[name].is_finished:
-        _report(situation, _resize(situation), pods[name].trouble and f"{name}: {pods[name].trouble}")
-    return pods[name]
+def _rows_pod(situation: Situation, verb: str) -> PodView | None:
+    location = _resize(situation).location
+    return provide_pod(
+        situation, verb, rows_pod(situation.job, verb, location, situation.scale, situation.images)
+    )

@@ -59,6 +59,7 @@ class Situation:
     """The inputs of a pass, and the plan that it fills.
 
     `job` has the standbys with which it has started, and `wanted_standbys` is what the spec says now.
+    `others`: parameter servers of another generation than the one that has the rows; `observed` lacks them.
     """
 
     job: Job
@@ -69,6 +70,7 @@ class Situation:
     now: datetime
     scale: Scale
     plan: Plan
+    others: tuple[PodView, ...] = ()
 
     def update(self, **changes: Any) -> None:
         self.plan.status = replace(self.plan.status, **changes)

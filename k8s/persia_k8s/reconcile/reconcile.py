@@ -10,7 +10,7 @@ from persia_k8s.builders.manifest import Images, Scale, label_selector, uses_tls
 from persia_k8s.job import Job
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import Observation
-from persia_k8s.reconcile import finish, health, move_rows, resize, servers, training
+from persia_k8s.reconcile import finish, health, live_resize, move_rows, resize, servers, training
 from persia_k8s.reconcile.plan import Plan, Situation, time_text
 from persia_k8s.reconcile.refuse import judge
 from persia_k8s.reconcile.suspend import resume, suspend
@@ -29,6 +29,7 @@ def reconcile(job: Job, before: JobStatus, observed: Observation, images: Images
         replicas=replicas[job.scaled_role],
     )
     if before.phase.is_final:
+        live_resize.forget(situation)
         finish.clean_up(situation, is_tidy=move_rows.remove_checkpoint(situation))
     elif not finish.has_run_out(situation):
         _go_on(situation, has_training)
@@ -60,9 +61,16 @@ def _look(
         job = job.with_standbys(before.standbys)
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
     scale = Scale(
-        replicas=replicas, attempt=before.attempt, suspensions=before.suspensions, tls=uses_tls(job, before)
+        replicas=replicas,
+        attempt=before.attempt,
+        suspensions=before.suspensions,
+        tls=uses_tls(job, before),
+        generation=before.server_generation,
     )
     plan = Plan(status=before)
+    role = Role.PARAMETER_SERVER
+    others = {pod for pod in observed.of_role(role) if pod.generation != before.server_generation}
+    observed = replace(observed, pods=tuple(pod for pod in observed.pods if pod not in others))
     return Situation(
         job=job,
         wanted_standbys=wanted_standbys,
@@ -72,6 +80,7 @@ def _look(
         now=now,
         scale=scale,
         plan=plan,
+        others=tuple(sorted(others, key=lambda pod: pod.name)),
     )
 
 
@@ -83,6 +92,7 @@ def _go_on(situation: Situation, has_training: bool) -> None:
         resume(situation)
     elif before.phase is Phase.RESTARTING:
         training.restart(situation)
+        live_resize.go_on(situation)
     # While it dumps, the training runs and may fail or end, which `_run` looks for.
     elif before.phase is Phase.RESIZING and not before.is_dumping:
         move_rows.go_on(situation)
@@ -105,6 +115,8 @@ def _run(situation: Situation, has_training: bool) -> None:
     if situation.job.is_inference:
         _report_serving(situation, are_ready)
         return
+    if not situation.plan.status.phase.is_final:
+        live_resize.go_on(situation)  # the servers do it among themselves, whatever the training does
     # A training that has started survives a restart of its servers; one that has not waits for them.
     if not are_ready and not has_training:
         return

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from persia_k8s.builders.manifest import Scale
 from persia_k8s.job import Job
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation
 from persia_k8s.reconcile.plan import Situation
 from persia_k8s.status import JobStatus, Phase, Stage
 
+_WITH_NEW_SERVERS = (Stage.REPLACING, Stage.LOADING, Stage.ENDING)
 _CONDITION, _REASON = "Resized", "Resizing"
 
 
@@ -35,7 +39,7 @@ def accepted_replicas(
     }
     # The servers are already being replaced: the spec may have changed since, which waits for the next
     # resize.
-    if before.resize is not None and before.resize.stage in (Stage.REPLACING, Stage.LOADING):
+    if before.resize is not None and before.resize.stage in _WITH_NEW_SERVERS:
         accepted[Role.PARAMETER_SERVER] = before.resize.replicas
     if Role.STANDBY in accepted:
         accepted[Role.STANDBY] = accepted[Role.PARAMETER_SERVER]
@@ -75,6 +79,22 @@ def report(situation: Situation) -> None:
     if is_new and not is_going_on(situation, before=True):
         situation.event("Resizing", f"{role.field}.replicas: {wanted}, while the job runs")
     situation.plan.look_again_s = min(situation.plan.look_again_s, 2.0)
+
+
+def counted(situation: Situation) -> Scale:
+    """The pods that budgets count: in a resize without a checkpoint, old and new servers."""
+    scale, resize = situation.scale, situation.before.resize
+    if resize is None or not situation.before.is_moving(Stage.STARTING, Stage.MOVING):
+        return scale
+    role = Role.PARAMETER_SERVER
+    return replace(scale, replicas={**scale.replicas, role: scale.replicas[role] + resize.replicas})
+
+
+def explains_absence(situation: Situation, role: Role) -> bool:
+    """True if servers of this role may be missing because of a resize."""
+    if role is Role.PARAMETER_SERVER and situation.before.is_moving(Stage.MOVING, Stage.ENDING):
+        return True
+    return is_going_on(situation)
 
 
 def is_going_on(situation: Situation, *, before: bool = False) -> bool:

@@ -8,14 +8,16 @@ from persia_k8s.builders.gangs import pod_groups
 from persia_k8s.builders.manifest import Manifest, spec_hash
 from persia_k8s.builders.security import network_policies
 from persia_k8s.builders.servers import disruption_budget, services, stateful_set
-from persia_k8s.names import PAIR, Role, pod_name
+from persia_k8s.names import PAIR, Role, object_name, pod_name
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import certificates, finish, health, resize
 from persia_k8s.reconcile.plan import Situation
+from persia_k8s.status import Stage
 
 _RESIZE_REFUSED = (
-    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: rows move between "
-    "servers through a checkpoint; set resizeCheckpoint to a directory or URL that all of them reach"
+    "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: rows of "
+    "servers with standbys move through a checkpoint; set resizeCheckpoint to a directory or URL that all "
+    "servers and NN workers reach"
 )
 _RESIZE_FIXED = (
     "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: start another job "
@@ -25,8 +27,8 @@ _RESIZE_WAITS = (
     "embeddingParameterServer.replicas: {wanted} takes effect once the training runs, until then {has}"
 )
 _RESIZE_FAILED = (
-    "embeddingParameterServer.replicas: {wanted} is given up, the job continues with {has}: it could not be "
-    "dumped; change the spec to try again"
+    "embeddingParameterServer.replicas: {wanted} is given up, the job continues with {has}: condition "
+    "Resized says why; change the spec to try again"
 )
 _RESIZE_DEFERRED = (
     "{role}.replicas: {wanted} takes effect when the training is next started, until then {has}: data "
@@ -58,7 +60,9 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     _apply_gangs(situation)
     for role in scale.replicas:
         if role is not Role.STANDBY:  # one budget for both of a pair
-            _apply_if_different(situation, disruption_budget(situation.job, role, scale))
+            budget = disruption_budget(situation.job, role, resize.counted(situation))
+            _apply_if_different(situation, budget)
+    plan.delete_objects += _old_sets(situation)
     drifted: list[Role] = []
     lacking: dict[Role, str] = {}
     for role in (role for role in scale.replicas if role.is_server):
@@ -117,6 +121,17 @@ def replace_parameter_servers(situation: Situation) -> str:
     return "; ".join(filter(None, lacking))
 
 
+def _old_sets(situation: Situation) -> list[tuple[str, str]]:
+    """StatefulSets of parameter servers that have handed their rows over, or never received any."""
+    job, under_way = situation.job.name, situation.before.resize
+    kept = {object_name(job, Role.PARAMETER_SERVER, situation.scale.generation)}
+    if under_way is not None:
+        kept.add(object_name(job, Role.PARAMETER_SERVER, under_way.generation))
+    first = object_name(job, Role.PARAMETER_SERVER)
+    sets = [(kind, name) for kind, name in situation.observed.objects if kind == "StatefulSet"]
+    return [(kind, name) for kind, name in sets if name.startswith(first) and name not in kept]
+
+
 def _apply_gangs(situation: Situation) -> None:
     if situation.observed.has_pod_groups:
         for manifest in pod_groups(situation.job, situation.scale):
@@ -155,7 +170,8 @@ def _report_readiness(situation: Situation, lacking: Sequence[str]) -> None:
         situation.set_condition("ServersReady", True, "AllReady")
         return
     is_news = situation.set_condition("ServersReady", False, "NotReady", "; ".join(lacking))
-    if is_news and not resize.is_going_on(situation) and situation.before.is_training:
+    is_expected = resize.explains_absence(situation, Role.PARAMETER_SERVER)
+    if is_news and not is_expected and situation.before.is_training:
         situation.event("ServersNotReady", "; ".join(lacking), is_warning=True)
 
 
@@ -171,10 +187,10 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
         if has != wanted and not is_told:
             text = _RESIZE_DEFERRED
             if role is Role.PARAMETER_SERVER:
-                if situation.before.is_dumping:
-                    continue  # under way: `Resized` says how far
                 has_failed = situation.before.failed_resize == job.generation
-                has_no_place = job.spec.resize_checkpoint is None
+                has_no_place = Role.STANDBY in scale.replicas and job.spec.resize_checkpoint is None
+                if situation.before.is_training and not (has_failed or has_no_place or job.is_inference):
+                    continue  # under way: `Resized` says how far
                 is_refused = has_failed or has_no_place
                 text = _RESIZE_REFUSED if has_no_place else _RESIZE_FAILED if has_failed else _RESIZE_WAITS
                 if job.is_inference:
@@ -199,7 +215,10 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
-    seen = {pod.name: _incarnation(pod) for pod in pods}
+    seen = {pod.name: pod.incarnation for pod in pods}
+    # One that starts again before it takes over loses nothing.
+    if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
+        seen |= {pod.name: pod.incarnation for pod in situation.others}
     known = situation.before.servers
     if situation.before.is_training:
         lossy = lost_rows(situation)
@@ -209,15 +228,17 @@ def _report_restarts(situation: Situation) -> None:
         if lossy:
             health.report_lost_rows(situation, ", ".join(lossy))
     expected = {
-        pod_name(situation.job.name, role, index)
+        pod_name(situation.job.name, role, index, _generation(situation, role))
         for role, replicas in situation.scale.replicas.items()
         for index in range(replicas)
     }
+    if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
+        expected |= {pod.name for pod in situation.others}
     # A merge patch removes no key.
     retired = {name: _GONE for name in known if name not in expected}
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
-    worn = [pod for pod in pods if pod.num_restarts > limit]
+    worn = [pod for pod in pods if pod.num_restarts - _early_restarts(situation, pod) > limit]
     # A server that fails again and again loses its rows each time, so training on is of no use. Before the
     # training, a standby that fails is a mistake in its config.
     if situation.before.is_training and _has_a_copy_of_all_rows(situation):
@@ -227,6 +248,11 @@ def _report_restarts(situation: Situation) -> None:
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
         )
         finish.fail(situation, "ServerFailed", text)
+
+
+def _early_restarts(situation: Situation, pod: PodView) -> int:
+    """Of a pod that took over from others: at most, before it did."""
+    return situation.before.early_restarts if pod.gathers else 0
 
 
 def lost_rows(situation: Situation) -> list[str]:
@@ -253,7 +279,10 @@ def _pairs(situation: Situation) -> list[list[PodView]]:
     """The pods of each parameter server and its standby, as far as there are any."""
     by_name = {pod.name: pod for pod in situation.observed.pods}
     indices = range(situation.scale.replicas[Role.PARAMETER_SERVER])
-    names = ([pod_name(situation.job.name, role, index) for role in PAIR] for index in indices)
+    names = (
+        [pod_name(situation.job.name, role, index, _generation(situation, role)) for role in PAIR]
+        for index in indices
+    )
     return [[by_name[name] for name in pair if name in by_name] for pair in names]
 
 
@@ -272,6 +301,5 @@ def _new_restarts(situation: Situation, pod: PodView) -> int:
     return pod.num_restarts + is_replaced
 
 
-def _incarnation(pod: PodView) -> str:
-    # By uid and restarts: a container that is started again keeps its pod, a replaced pod keeps its name.
-    return f"{pod.uid}/{pod.num_restarts}"
+def _generation(situation: Situation, role: Role) -> int:
+    return situation.scale.generation if role is Role.PARAMETER_SERVER else 0

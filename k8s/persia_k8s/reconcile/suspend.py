@@ -25,12 +25,13 @@ def suspend(situation: Situation) -> None:
         situation.event("Suspended", "all pods end; set spec.suspend to false to start the job again")
     situation.set_condition(_CONDITION, True, "Suspended")
     plan.delete_objects += sorted(situation.observed.objects)
-    plan.delete_pods += [pod for pod in situation.observed.pods if not pod.is_deleting]
+    pods = (*situation.observed.pods, *situation.others)
+    plan.delete_pods += [pod for pod in pods if not pod.is_deleting]
 
 
 def resume(situation: Situation) -> None:
     """Starts the job again once all old pods are gone: they have another job secret."""
-    if situation.observed.pods:
+    if situation.observed.pods or situation.others:
         situation.plan.look_again_s = 0.5
         return
     situation.update(phase=Phase.PENDING, suspensions=situation.before.suspensions + 1, loader_restarts=0)

@@ -147,7 +147,8 @@ void DefineTransfer(Role& role) {
       .def_property_readonly(
           "transfer_refusal",
           [](ParameterServer& self) { return self.CheckTransferable().message(); })
-      .def_property_readonly("has_handed_over", &ParameterServer::has_handed_over);
+      .def_property_readonly("has_handed_over", &ParameterServer::has_handed_over)
+      .def_property_readonly("was_sent_rows", &ParameterServer::was_sent_rows);
 }
 
 }  // namespace

@@ -98,6 +98,7 @@ class ParameterServer {
   bool has_handed_over() const { return refusal_ == Refusal::kHandedOver; }
   // Of a server with `num_sources`: answers from now on. kFailedPrecondition: rows are missing.
   Status Serve();
+  bool was_sent_rows() const { return gathering_ != nullptr && gathering_->has_begun(); }
 
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
   // The rows are copied under the locks of their shards, so no row is torn; rows of one batch may

@@ -94,4 +94,9 @@ bool RowGathering::is_complete() const {
   return ended_.size() == num_sources_;
 }
 
+bool RowGathering::has_begun() const {
+  const std::lock_guard lock(mutex_);
+  return !sources_.empty();
+}
+
 }  // namespace persia::server

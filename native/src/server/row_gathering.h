@@ -40,6 +40,7 @@ class RowGathering {
   // changes nothing. kFailedPrecondition: it is for another server, or not the next one.
   Status Take(const ReplicateRequest& message);
   bool is_complete() const;
+  bool has_begun() const;
 
  private:
   // One of the servers of before.

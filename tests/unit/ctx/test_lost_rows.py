@@ -80,6 +80,19 @@ def test_a_server_that_was_replaced_and_wakes_is_not_taken_for_a_restart(ctx: Tr
         guard.check()
 
 
+def test_servers_of_another_number_have_the_rows_unless_they_have_restarted() -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, lambda _: None)
+    first.stop()
+    second = start(session, 2, generation=1, has_rows=True)
+    guard.check()
+    second.stop()
+    start(session, 3, generation=2)  # its predecessor of this generation was never seen
+    with pytest.raises(RowsLostError):
+        guard.check()
+
+
 def test_rows_that_are_lost_during_a_load_stay_lost() -> None:
     session = LocalSession(LocalBroker(), name="test")
     first = start(session, 1)

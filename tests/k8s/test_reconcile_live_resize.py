@@ -1,0 +1,244 @@
+"""Decisions of the operator while rows move to other parameter servers and the training continues."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
+
+from passes import RUNNING, conditions_of, everything, make_job, one_pass, pod
+from persia_k8s.builders.manifest import spec_hash
+from persia_k8s.names import Role, pod_name
+from persia_k8s.observation import Observation, PodView
+from persia_k8s.reconcile import Plan
+from persia_k8s.status import JobStatus, Phase, Resize, Stage
+
+OLD, NEW = "job-embedding-ps", "job-embedding-ps-g1"
+ONE, TWO = make_job(), make_job(embeddingParameterServer={"replicas": 2})
+
+
+def new_server(index: int, **changes: Any) -> PodView:
+    name = pod_name("job", Role.PARAMETER_SERVER, index, generation=1)
+    uid = f"new-{index}"
+    return replace(pod(Role.PARAMETER_SERVER), name=name, uid=uid, generation=1, gathers=True, **changes)
+
+
+def with_pods(observed: Observation, *pods: PodView, new_set: str | None = "hash") -> Observation:
+    objects = {**observed.objects, ("StatefulSet", NEW): new_set}
+    return replace(observed, pods=(*observed.pods, *pods), objects=objects)
+
+
+def coordinator(phase: str, exit_code: int | None = None) -> PodView:
+    trouble = "they have standbys" if exit_code else ""
+    return pod(Role.ROWS, name="job-rows-resize", phase=phase, exit_code=exit_code, trouble=trouble)
+
+
+NEW_SERVERS = (new_server(0, is_ready=False), new_server(1, is_ready=False))
+BOTH = with_pods(everything(ONE), *NEW_SERVERS)
+
+
+def at(stage: Stage, **more: Any) -> JobStatus:
+    """A job that goes from one parameter server to two, in this stage."""
+    servers = {
+        one.name: one.incarnation for one in (*everything(ONE).of_role(Role.PARAMETER_SERVER), *NEW_SERVERS)
+    }
+    resize = Resize(stage=stage, replicas=2, generation=1, **more)
+    return replace(RUNNING, resize=resize, servers=servers, server_generation=int(stage is Stage.ENDING))
+
+
+def sets(plan: Plan) -> dict[str, Any]:
+    return {m["metadata"]["name"]: m["spec"] for m in plan.apply if m["kind"] == "StatefulSet"}
+
+
+def command(spec: Any) -> str:
+    return str(spec["template"]["spec"]["containers"][0]["command"][-1])
+
+
+def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
+    plan = one_pass(TWO, RUNNING, everything(ONE))
+    assert (plan.status.phase, plan.status.resize) == (
+        Phase.RUNNING,
+        Resize(stage=Stage.STARTING, replicas=2, generation=1, since="2030-01-01T00:00:00Z"),
+    )
+    assert [event.reason for event in plan.events] == ["Resizing"]
+    plan = one_pass(TWO, plan.status, replace(everything(ONE), has_pod_groups=True))
+    gangs = {m["metadata"]["name"]: m["spec"]["minMember"] for m in plan.apply if m["kind"] == "PodGroup"}
+    assert gangs == {"job-servers": 3, "job-training": 2}  # a new server may find no room
+    (spec,) = sets(plan).values()
+    assert set(sets(plan)) == {NEW}
+    assert (spec["replicas"], spec["serviceName"]) == (2, OLD)
+    assert "--replica-size=2 --generation=1 --sources=1" in command(spec)
+    budgets = {m["metadata"]["name"]: m["spec"] for m in plan.apply if m["kind"] == "PodDisruptionBudget"}
+    assert budgets[OLD]["minAvailable"] == 3  # no eviction: of the old servers, none may be missing
+    assert conditions_of(plan)["Resized"] == (False, "Starting")
+    assert conditions_of(plan)["SpecApplied"] == (True, "AsSpecified")
+    plan = one_pass(TWO, plan.status, with_pods(everything(ONE), NEW_SERVERS[0]))
+    assert plan.status.resize is not None
+    assert plan.status.resize.stage is Stage.STARTING
+    plan = one_pass(TWO, plan.status, BOTH)
+    assert plan.status.resize.stage is Stage.MOVING
+    assert plan.status.servers["job-embedding-ps-g1-1"] == "new-1/0"
+    assert plan.delete_pods == plan.delete_objects == []
+    assert plan.status.roles[Role.PARAMETER_SERVER].replicas == 1
+
+
+def test_a_coordinator_follows_one_that_ended_without_a_verdict() -> None:
+    noted = one_pass(TWO, at(Stage.MOVING), BOTH)
+    assert noted.create_pods == []  # first the status says that there may be one
+    plan = one_pass(TWO, noted.status, BOTH)
+    (manifest,) = plan.create_pods
+    arguments = manifest["spec"]["containers"][0]["command"]
+    assert arguments == [
+        "persia-launcher",
+        "resize",
+        "--parameter-servers=2",
+        "--sources=1",
+        "--generation=1",
+    ]
+    plan = one_pass(TWO, plan.status, with_pods(BOTH, coordinator("Running")))
+    for _ in range(2):
+        plan = one_pass(TWO, plan.status, with_pods(BOTH, coordinator("Failed", 137)))
+        assert [one.role for one in plan.delete_pods] == [Role.ROWS]
+        assert one_pass(TWO, plan.status, BOTH, after_s=1).create_pods == []
+        assert len(one_pass(TWO, plan.status, BOTH, after_s=6).create_pods) == 1
+
+
+def test_new_servers_that_have_the_rows_are_the_job_s_servers() -> None:
+    plan = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(BOTH, coordinator("Succeeded")))
+    assert (plan.status.server_generation, plan.status.resize.stage) == (1, Stage.ENDING)  # type: ignore[union-attr]
+    assert "--generation=1" in command(sets(plan)[NEW])
+    assert "--sources" not in command(sets(plan)[NEW])  # one that starts again begins without rows
+    applied = next(spec_hash(m) for m in plan.apply if m["metadata"]["name"] == NEW)
+    starting = with_pods(everything(ONE), *NEW_SERVERS, new_set=applied)
+    plan = one_pass(TWO, plan.status, starting)  # they are ready a moment later
+    assert plan.delete_objects == [("StatefulSet", OLD)]
+    assert plan.status.roles[Role.PARAMETER_SERVER].replicas == 2
+    assert plan.events == []
+    assert conditions_of(plan)["Degraded"][0] is False
+    pods = (replace(one, is_ready=True) for one in NEW_SERVERS)
+    ready = with_pods(everything(ONE), *pods, new_set=applied)
+    plan = one_pass(TWO, plan.status, ready)
+    assert (plan.status.resize, conditions_of(plan)["Resized"]) == (None, (True, "Ready"))
+    assert one_pass(TWO, plan.status, ready).status.resize is None
+
+
+@pytest.mark.parametrize("exit_code", [2, 3])
+def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why(exit_code: int) -> None:
+    """2: the image is older, and does not know the command."""
+    plan = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(BOTH, coordinator("Failed", exit_code)))
+    assert (plan.status.resize, plan.status.failed_resize) == (None, 1)
+    assert (plan.events[-1].reason, "they have standbys" in plan.events[-1].message) == ("ResizeFailed", True)
+    plan = one_pass(TWO, plan.status, BOTH)
+    assert plan.delete_objects == [("StatefulSet", NEW)]
+    assert conditions_of(plan)["SpecApplied"] == (False, "ResizeRefused")
+    assert conditions_of(plan)["Resized"] == (False, "ResizeFailed")
+    plan = one_pass(TWO, plan.status, everything(ONE))
+    assert plan.status.resize is None
+    assert one_pass(replace(TWO, generation=2), plan.status, everything(ONE)).status.resize is not None
+
+
+def test_a_later_coordinator_that_does_not_know_the_command_decides_nothing() -> None:
+    plan = one_pass(TWO, at(Stage.MOVING, tries=3), with_pods(BOTH, coordinator("Failed", 2)))
+    assert plan.status.resize is not None
+
+
+def test_a_resize_can_be_taken_back_until_a_coordinator_runs() -> None:
+    assert one_pass(ONE, at(Stage.STARTING), BOTH).status.resize is None
+    assert one_pass(ONE, at(Stage.MOVING), BOTH).status.resize is None
+    pending = with_pods(BOTH, coordinator("Pending"))
+    plan = one_pass(ONE, at(Stage.MOVING, tries=1), pending)
+    assert [one.role for one in plan.delete_pods] == [Role.ROWS]
+    assert plan.status.resize is not None  # it may still start
+    assert one_pass(ONE, plan.status, BOTH).status.resize is None
+    started = one_pass(ONE, plan.status, with_pods(BOTH, coordinator("Running")))
+    assert one_pass(ONE, started.status, BOTH).status.resize is not None
+    unseen = one_pass(ONE, at(Stage.MOVING, tries=1), BOTH)
+    assert len(unseen.create_pods) == 1  # one may have run
+    assert one_pass(ONE, unseen.status, pending).delete_pods == []
+
+
+@pytest.mark.parametrize("stage", [Stage.STARTING, Stage.MOVING])
+def test_a_resize_that_does_not_begin_in_time_is_given_up(stage: Stage) -> None:
+    status = at(stage, since="2030-01-01T00:00:00Z")
+    waits = with_pods(everything(ONE), replace(NEW_SERVERS[0], trouble="no image", phase="Pending"))
+    assert one_pass(TWO, status, waits, after_s=599).status.resize is not None
+    plan = one_pass(TWO, status, waits, after_s=600)
+    assert (plan.status.resize, plan.status.failed_resize) == (None, 1)
+    assert conditions_of(plan)["Resized"] == (False, "ResizeFailed")
+    assert "progressDeadlineSeconds" in plan.events[-1].message
+
+
+def test_new_servers_that_fail_again_and_again_end_the_resize_and_not_the_job() -> None:
+    worn = replace(NEW_SERVERS[1], num_restarts=TWO.spec.backoff_limit + 1, trouble="OOMKilled")
+    plan = one_pass(TWO, at(Stage.STARTING), with_pods(everything(ONE), NEW_SERVERS[0], worn))
+    assert (plan.status.phase, plan.status.resize, plan.status.failed_resize) == (Phase.RUNNING, None, 1)
+    assert "OOMKilled" in plan.events[-1].message
+
+
+def test_restarts_before_a_new_server_took_over_do_not_count() -> None:
+    limit = TWO.spec.backoff_limit
+    worn = replace(NEW_SERVERS[1], num_restarts=limit + 1)
+    pods = (NEW_SERVERS[0], worn)
+    moved = with_pods(everything(ONE), *pods, coordinator("Succeeded"))
+    plan = one_pass(TWO, at(Stage.MOVING, tries=2), moved)
+    plan = one_pass(TWO, plan.status, with_pods(everything(ONE), *pods))
+    assert plan.status.phase is Phase.RUNNING
+    assert plan.delete_pods == []
+    assert "RowsComplete" not in conditions_of(plan)
+    again = with_pods(everything(ONE), NEW_SERVERS[0], replace(worn, num_restarts=2 * limit + 2))
+    assert one_pass(TWO, plan.status, again).status.phase is Phase.FAILED
+
+
+@pytest.mark.parametrize("changes", [{"num_restarts": 1}, {"uid": "another"}])
+def test_a_new_server_that_starts_again_after_it_took_over_has_lost_its_rows(changes: dict[str, Any]) -> None:
+    again = replace(NEW_SERVERS[1], **changes)
+    plan = one_pass(TWO, at(Stage.ENDING), with_pods(everything(ONE), NEW_SERVERS[0], again))
+    assert conditions_of(plan)["RowsComplete"] == (False, "ServerRestarted")
+    assert plan.delete_pods == []  # it finds out by itself
+
+
+def test_a_job_that_failed_in_this_pass_begins_nothing() -> None:
+    """For example by its old servers, which fail again and again."""
+    worn = with_pods(everything(ONE, PARAMETER_SERVER={"num_restarts": 9}), *NEW_SERVERS)
+    plan = one_pass(TWO, at(Stage.MOVING, tries=1), worn)
+    assert plan.status.phase is Phase.FAILED
+    assert plan.create_pods == []
+
+
+def test_the_training_may_fail_meanwhile() -> None:
+    failed = everything(ONE, NN_WORKER={"phase": "Failed", "is_ready": False})
+    job = make_job(embeddingParameterServer={"replicas": 2}, restartPolicy="OnFailure")
+    plan = one_pass(job, at(Stage.MOVING, tries=1), with_pods(failed, *NEW_SERVERS, coordinator("Running")))
+    assert plan.status.phase is Phase.RESTARTING
+    assert plan.status.resize is not None
+    plan = one_pass(job, plan.status, with_pods(failed, *NEW_SERVERS, coordinator("Succeeded")))
+    assert plan.status.server_generation == 1
+    assert one_pass(job, plan.status, with_pods(BOTH)).status.roles[Role.PARAMETER_SERVER].replicas == 2
+
+
+def test_a_suspended_job_waits_for_the_pods_of_both_generations() -> None:
+    job = make_job(embeddingParameterServer={"replicas": 2}, suspend=True)
+    plan = one_pass(job, at(Stage.MOVING), BOTH)
+    assert set(NEW_SERVERS) <= set(plan.delete_pods)
+    only_new = replace(BOTH, pods=NEW_SERVERS)
+    assert one_pass(TWO, plan.status, only_new).status.phase is Phase.SUSPENDED
+
+
+def test_servers_with_standbys_need_a_checkpoint() -> None:
+    servers = {"replicas": 2, "standbys": 1}
+    plan = one_pass(make_job(embeddingParameterServer=servers), RUNNING, everything(ONE))
+    assert plan.status.resize is None
+    assert "set resizeCheckpoint" in plan.events[-1].message
+
+
+def test_a_coordinator_does_not_outlive_its_job() -> None:
+    job = make_job()
+    ended = "2030-01-01T00:00:00Z"
+    done = replace(at(Stage.MOVING), phase=Phase.SUCCEEDED, completion_time=ended)
+    running = Observation(objects={}, pods=(coordinator("Running"),))
+    plan = one_pass(job, done, running, after_s=60)
+    assert (plan.delete_pods, plan.status.resize) == (list(running.pods), None)
+    assert conditions_of(plan)["Resized"] == (False, "Ended")
