@@ -14,9 +14,9 @@ using store::UpdateReport;
 
 constexpr size_t kUpdateBlock = 128;
 
-// Sums of more floats (6 MiB) leave the caches before their rows are updated, which takes longer
+// Sums of more floats (8 MiB) leave the caches before their rows are updated, which takes longer
 // than to gather gradients; and a thread keeps their memory.
-constexpr size_t kMaxSumFloats = size_t{3} << 19;
+constexpr size_t kMaxSumFloats = size_t{1} << 21;
 
 SignRows Block(const SignRows& rows, size_t begin, size_t count) {
   return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),

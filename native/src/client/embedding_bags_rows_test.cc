@@ -375,10 +375,10 @@ TEST(EmbeddingBagsTest, RowsThatAreNotFiniteCannotBeSet) {  // EmbeddedClient re
 
 // --- large groups ---
 
-// 384 rows of dim 4,096 are as many sums as a thread keeps, so that a sample with one more ID makes
+// 512 rows of dim 4,096 are as many sums as a thread keeps, so that a sample with one more ID makes
 // the others' gradients be summed another way.
 TEST(EmbeddingBagsTest, GradientsOfALargeGroupHaveTheSameSums) {
-  constexpr uint32_t kDim = 4096, kNumIds = 384;
+  constexpr uint32_t kDim = 4096, kNumIds = 512;
   const auto train = [&](uint64_t num_ids) {
     const auto bags = Make(Options({{.name = "id", .dim = kDim, .group = 0}}), Sgd());
     std::mt19937 rng(3);
