@@ -14,8 +14,9 @@ using store::UpdateReport;
 
 constexpr size_t kUpdateBlock = 128;
 
-// Leaves every number as it is when it is added.
-constexpr float kNothing = -0.0f;
+// Sums of more floats (8 MiB) leave the caches before their rows are updated, which takes longer
+// than to gather gradients; and a thread keeps their memory.
+constexpr size_t kMaxSumFloats = size_t{1} << 21;
 
 SignRows Block(const SignRows& rows, size_t begin, size_t count) {
   return {rows.dim, rows.signs.subspan(begin, count), rows.handles.subspan(begin, count),
@@ -37,14 +38,31 @@ void UpdateRows(const SignRows& rows, InPlaceRows* store, TouchParts touch, SumO
   }
 }
 
-// A group whose gradients have factors: each row's gradients are gathered from wherever they lie
-// and summed in registers.
-void UpdateScaled(const GroupBatch& group, const float* gradients, size_t stride,
-                  InPlaceRows* store, UpdateReport* report) {
+// The thread's, for the sums of gradients; it keeps what was in it.
+std::span<float> SumMemory(size_t num_floats) {
+  thread_local Reused<float> memory;
+  return memory.Resize(num_floats);
+}
+
+// -0.0 leaves every number as it is when it is added.
+std::span<float> EmptySums(size_t num_floats) {
+  const std::span<float> sums = SumMemory(num_floats);
+  std::ranges::fill(sums, -0.0f);
+  return sums;
+}
+
+void UpdateFrom(const float* sums, const SignRows& rows, InPlaceRows* store, UpdateReport* report) {
+  UpdateRows(
+      rows, store, [](size_t) {},
+      [=, dim = rows.dim](size_t number, size_t) { return sums + number * dim; }, report);
+}
+
+// Each row's gradients are gathered from wherever they lie and summed in registers.
+void UpdateGathered(const GroupBatch& group, const float* gradients, size_t stride,
+                    InPlaceRows* store, UpdateReport* report) {
   thread_local worker::GradientSums sums;
-  thread_local std::vector<float> memory;
   const size_t dim = group.rows().dim;
-  if (memory.size() < kUpdateBlock * dim) memory.resize(kUpdateBlock * dim);
+  const std::span<float> memory = SumMemory(kUpdateBlock * dim);
   group.BuildSums(gradients, stride, &sums);
   UpdateRows(
       group.rows(), store,
@@ -57,19 +75,17 @@ void UpdateScaled(const GroupBatch& group, const float* gradients, size_t stride
       report);
 }
 
-// A group's gradients are read once, from front to back, and added to the sums of their rows. To
-// order them by row first takes longer.
+// Without factors and where the sums of all rows are small, the gradients are read once, from front
+// to back, and added to the sums of their rows: to order them by row takes longer.
 void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride, InPlaceRows* store,
                  UpdateReport* report) {
-  if (group.HasFactors()) return UpdateScaled(group, gradients, stride, store, report);
-  thread_local std::vector<float> memory;
-  const size_t dim = group.rows().dim;
-  memory.assign(group.rows().signs.size() * dim, kNothing);
-  const float* const sums = memory.data();
-  group.AddGradients(gradients, stride, memory.data());
-  UpdateRows(
-      group.rows(), store, [](size_t) {},
-      [=](size_t number, size_t) { return sums + number * dim; }, report);
+  const size_t num_floats = group.rows().signs.size() * group.rows().dim;
+  if (group.HasFactors() || num_floats > kMaxSumFloats) {
+    return UpdateGathered(group, gradients, stride, store, report);
+  }
+  const std::span<float> sums = EmptySums(num_floats);
+  group.AddGradients(gradients, stride, sums.data());
+  UpdateFrom(sums.data(), group.rows(), store, report);
 }
 
 // Single-valued groups whose columns follow one another: the gradient is read once, from front to
@@ -77,13 +93,11 @@ void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride,
 // another page of the gradient for every sample.
 void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
                   InPlaceRows* store, UpdateReport* report) {
-  thread_local std::vector<float> memory;
   thread_local std::vector<simd::ColumnSums> columns;
   size_t num_floats = 0;
   for (const GroupBatch& group : groups) num_floats += group.rows().signs.size() * group.rows().dim;
-  memory.assign(num_floats, kNothing);
+  float* next = EmptySums(num_floats).data();
   columns.clear();
-  float* next = memory.data();
   for (const GroupBatch& group : groups) {
     columns.push_back({next, group.numbers().data(), group.rows().dim});
     next += group.rows().signs.size() * group.rows().dim;
@@ -91,11 +105,7 @@ void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, si
   simd::ActiveKernels().add_columns(gradients + groups[0].column(), stride, columns.data(),
                                     columns.size(), groups[0].numbers().size());
   for (size_t i = 0; i < groups.size(); ++i) {
-    const float* sums = columns[i].sums;
-    const size_t dim = columns[i].n;
-    UpdateRows(
-        groups[i].rows(), store, [](size_t) {},
-        [=](size_t number, size_t) { return sums + number * dim; }, report);
+    UpdateFrom(columns[i].sums, groups[i].rows(), store, report);
   }
 }
 
@@ -185,7 +195,8 @@ void GroupBatch::Pool(const store::RowFormat& format, float* out, size_t stride)
 
 bool GroupBatch::HasFactors() const {
   return std::ranges::any_of(planned(), [](const Slot& slot) {
-    return slot.bags.scaling != worker::Scaling::kNone || !slot.bags.weights.empty();
+    const worker::Bags& bags = slot.bags;  // a plain one's scaling is 1
+    return !bags.weights.empty() || (bags.scaling != worker::Scaling::kNone && !bags.IsPlain());
   });
 }
 
@@ -214,8 +225,11 @@ void GroupBatch::BuildSums(const float* gradients, size_t stride,
 
 void UpdateGroups(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
                   InPlaceRows* store, UpdateReport* report) {
-  groups[0].IsSingle() ? UpdateSingle(groups, gradients, stride, store, report)
-                       : UpdateGroup(groups[0], gradients, stride, store, report);
+  if (groups[0].IsSingle()) {
+    UpdateSingle(groups, gradients, stride, store, report);
+  } else {
+    UpdateGroup(groups[0], gradients, stride, store, report);
+  }
 }
 
 void UnnumberedPooling::Find(const worker::SlotConfig& slot, std::span<const uint64_t> ids,

@@ -124,7 +124,7 @@ class GroupBatch {
 };
 
 // Updates the rows of one group, or of single-valued groups whose columns are adjacent.
-// `gradients`: the batch's, of all columns.
+// `gradients`: the batch's, of all columns; its rows lie `stride` floats apart.
 void UpdateGroups(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
                   store::InPlaceRows* store, store::UpdateReport* report);
 

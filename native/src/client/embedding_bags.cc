@@ -370,13 +370,13 @@ StatusOr<UpdateReport> EmbeddingBags::Update(BagBatch& batch, std::span<const fl
   InPlaceRows store = InPlaceRows::BeginUpdate(*store_, batch.removals);
   batch.is_updated = true;
   std::vector<UpdateReport> reports(units_.size());
-  For(batch.num_ids >= kMinIdsForThreads, units_.size(), [&](size_t u) {
-    thread_local std::vector<std::span<const GroupBatch>> runs;
-    runs.clear();
+  For(batch.num_ids >= kMinIdsForThreads, units_.size(), [&](size_t i) {
+    const size_t u = units_.size() - 1 - i;
+    std::vector<std::span<const GroupBatch>> runs;
     ForEachRun(
-        GroupsOf(batch, units_[u]), [](auto groups) { runs.push_back(groups); },
-        [](const GroupBatch& group) { runs.push_back({&group, 1}); });
-    // Backwards: the rows that were pooled last are still in the cache.
+        GroupsOf(batch, units_[u]), [&](auto groups) { runs.push_back(groups); },
+        [&](const GroupBatch& group) { runs.push_back({&group, 1}); });
+    // Backwards, as the units: the rows that were pooled last are still in the cache.
     for (const auto groups : std::ranges::reverse_view(runs)) {
       UpdateGroups(groups, gradients.data(), num_columns_, &store, &reports[u]);
     }

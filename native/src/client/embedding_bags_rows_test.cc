@@ -1,9 +1,11 @@
 // EmbeddingBags: which rows it keeps while batches are in flight, what it refuses, and calls from
 // several threads.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -369,6 +371,51 @@ TEST(EmbeddingBagsTest, RowsThatAreNotFiniteCannotBeSet) {  // EmbeddedClient re
   const std::vector<uint64_t> ids = {1};
   const std::vector<float> bad = {std::numeric_limits<float>::quiet_NaN()};
   EXPECT_EQ(bags->SetRows(0, ids, bad).code(), StatusCode::kInvalidArgument);
+}
+
+// --- large groups ---
+
+// 512 rows of dim 4,096 are as many sums as a thread keeps, so that a sample with one more ID makes
+// the others' gradients be summed another way.
+TEST(EmbeddingBagsTest, GradientsOfALargeGroupHaveTheSameSums) {
+  constexpr uint32_t kDim = 4096, kNumIds = 512;
+  const auto train = [&](uint64_t num_ids) {
+    const auto bags = Make(Options({{.name = "id", .dim = kDim, .group = 0}}), Sgd());
+    std::mt19937 rng(3);
+    SlotIds batch(40);
+    for (auto& ids : batch) {
+      for (int i = 0; i < 10; ++i) ids.push_back(rng() % kNumIds);
+    }
+    batch.emplace_back(num_ids);
+    std::iota(batch.back().begin(), batch.back().end(), uint64_t{0});
+    std::normal_distribution<float> normal;
+    std::vector<float> gradients(batch.size() * kDim);
+    for (float& gradient : gradients) gradient = rng() % 8 == 0 ? -0.0f : normal(rng);
+    EXPECT_EQ(Must(bags->Update(*Train(*bags, {batch}).batch, gradients)).num_updated, num_ids);
+    SlotIds all(kNumIds);
+    for (uint64_t id = 0; id < kNumIds; ++id) all[id] = {id};
+    return Infer(*bags, {all});
+  };
+  EXPECT_TRUE(SameBits(train(kNumIds), train(kNumIds + 1)));
+}
+
+TEST(EmbeddingBagsTest, AnUpdateKeepsNoSumOfEachRowOfALargeGroup) {
+  constexpr uint32_t kDim = 4096;
+  TrainConfig config = Sgd();
+  config.admit_after = 100;  // no row takes memory
+  const auto bags = Make(Options({{.name = "id", .dim = kDim, .group = 0}}), config);
+  SlotIds batch = {std::vector<uint64_t>(40'000)};
+  std::iota(batch[0].begin(), batch[0].end(), uint64_t{0});
+  const PooledBags pooled = Train(*bags, {batch});
+  const auto peak = [] {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    return usage.ru_maxrss;  // KiB
+  };
+  const auto before = peak();
+  const std::vector<float> gradients(kDim, 1.0f);
+  EXPECT_EQ(Must(bags->Update(*pooled.batch, gradients)).num_missing, 40'000u);
+  EXPECT_LT(peak() - before, 64 << 10);  // sums of all rows take 640 MiB
 }
 
 }  // namespace
