@@ -181,7 +181,7 @@ class ServingFront:
         a sample. `by_name`: tensors may be named like features."""
 
     def check_tensors(self, message: bytes) -> None:
-        """InvalidArgumentError: this ModelInferRequest, which was compressed, has too many inputs or outputs."""
+        """InvalidArgumentError: this ModelInferRequest, which was compressed, has too many tensors."""
 
     def fileno(self) -> int: ...  # readable while there are events
     def take_events(self) -> list[tuple[int, str, Any]]:
