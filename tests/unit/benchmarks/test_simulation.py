@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.simulation import job
 from benchmarks.simulation.library import PATH, Library
-from benchmarks.simulation.scenario import Outcome, run_seed
-from benchmarks.simulation.seeds import pool_of, run_seeds, undisturbed
+from benchmarks.simulation.scenario import Outcome, run_seed, undisturbed
+from benchmarks.simulation.seeds import pool_of, run_seeds
 from persia._native import BatchReference
 from persia.pipeline import backend
 from persia.roles import standby
@@ -71,6 +71,19 @@ def without_asking_who_has_the_rows() -> list[Outcome]:
     return first_failure()
 
 
+def with_the_rows_of_the_first_server() -> list[Outcome]:
+    """A planted bug, seen with two servers: each asks who has the rows of the first one."""
+    asks = standby.starts_as_standby
+    job.starts_as_standby = standby.starts_as_standby = lambda session, _index, *more: asks(session, 0, *more)
+    return first_failure()
+
+
+def without_a_new_copy_of_loaded_rows() -> list[Outcome]:
+    """A planted bug, seen after a roll-back: the standby keeps its rows when a checkpoint is loaded."""
+    standby.Primary._release_for_load = lambda _self: None  # type: ignore[method-assign]
+    return first_failure()
+
+
 def test_the_protocol_holds_under_faults() -> None:
     outcomes, _ = run_seeds(range(1, 61), processes=2)
     assert {outcome.seed: outcome.failure for outcome in outcomes if outcome.failure} == {}
@@ -86,6 +99,14 @@ def test_seeds_repeat_in_another_process_and_order() -> None:
     assert in_a_process(forwards) == in_a_process(backwards)[::-1]
 
 
-@pytest.mark.parametrize("planted", [without_the_first_reference, without_asking_who_has_the_rows])
+@pytest.mark.parametrize(
+    "planted",
+    [
+        without_the_first_reference,
+        without_asking_who_has_the_rows,
+        with_the_rows_of_the_first_server,
+        without_a_new_copy_of_loaded_rows,
+    ],
+)
 def test_planted_bugs_are_found(planted: Callable[[], list[Outcome]]) -> None:
     assert in_a_process(planted)
