@@ -11,8 +11,9 @@ from benchmarks.simulation.library import PATH, Library
 from benchmarks.simulation.scenario import Outcome, run_seed, undisturbed
 from benchmarks.simulation.seeds import pool_of, run_seeds
 from persia._native import BatchReference
+from persia.messaging.discovery import ServiceInfo
 from persia.pipeline import backend
-from persia.roles import standby
+from persia.roles import embedding_worker, standby
 
 pytestmark = pytest.mark.skipif(not PATH.exists(), reason="./run test and ./run simulate build the library")
 
@@ -71,10 +72,15 @@ def without_asking_who_has_the_rows() -> list[Outcome]:
     return first_failure()
 
 
-def with_the_rows_of_the_first_server() -> list[Outcome]:
-    """A planted bug, seen with two servers: each asks who has the rows of the first one."""
-    asks = standby.starts_as_standby
-    job.starts_as_standby = standby.starts_as_standby = lambda session, _index, *more: asks(session, 0, *more)
+def without_successors_of_the_second_server() -> list[Outcome]:
+    """A planted bug, seen with two servers: workers ignore who replaces the second one."""
+    connect = embedding_worker.ServerLinks.connect
+
+    def ignorant(self: embedding_worker.ServerLinks, server: ServiceInfo) -> None:
+        if server.index not in self._servers or server.index == 0:
+            connect(self, server)
+
+    embedding_worker.ServerLinks.connect = ignorant  # type: ignore[method-assign]
     return first_failure()
 
 
@@ -104,7 +110,7 @@ def test_seeds_repeat_in_another_process_and_order() -> None:
     [
         without_the_first_reference,
         without_asking_who_has_the_rows,
-        with_the_rows_of_the_first_server,
+        without_successors_of_the_second_server,
         without_a_new_copy_of_loaded_rows,
     ],
 )
