@@ -21,6 +21,8 @@ from benchmarks.simulation.library import Library, error_of
 from persia.errors import InternalError, PersiaError
 
 _SECOND = 1_000_000_000
+_MAX_STEPS = 2_000_000  # of each half of a seed, which needs some thousands
+_READ_NS = 50  # that reading a clock takes
 NEVER = 1 << 62
 
 
@@ -73,8 +75,9 @@ class Process:
         self.kernel.library.kill(self.number)
         for callback in self.on_killed:
             callback()
+        # At once, wherever it is: also one that was about to go on, whose event is dropped.
         for thread in tuple(self.threads):
-            thread.wake()
+            self.kernel.at(self.kernel.now, thread.unwind)
 
     def freeze(self, is_frozen: bool) -> None:
         if self.is_dead:
@@ -161,14 +164,13 @@ class Thread:
             self._resume()
 
     def wake(self) -> None:
-        if not self._is_waiting:
+        if not self._is_waiting or self.process.is_dead:
             return
         self._is_waiting = False
-        # One that was killed unwinds at once, wherever its process is.
-        self.kernel.at(self.kernel.now, self._resume, None if self.process.is_dead else self.process)
+        self.kernel.at(self.kernel.now, self._resume, self.process)
 
     def unwind(self) -> None:
-        """Ends it now, if it waits and its process is dead."""
+        """Ends it now, if it has begun and not ended, and its process is dead."""
         if self._greenlet is not None:
             self._is_waiting = False
             self._resume()
@@ -196,7 +198,7 @@ class Kernel:
         self.hub = getcurrent()
         library.reset(seed)
         self._events: list[tuple[int, int, Callable[[], None], Process | None]] = []
-        self._num_events = 0
+        self._num_events = self._num_steps = 0
         self._calls: dict[int, Thread] = {}
         self._results: dict[int, tuple[int, int, str]] = {}
         self.thread: Thread | None = None
@@ -283,7 +285,12 @@ class Kernel:
         while not self.failure and clock.value <= limit:
             if is_done():
                 return True
-            if library.run(events[0][0] if events else limit + 1):
+            self._num_steps += 1
+            num_ended = library.run(events[0][0] if events else limit + 1, _MAX_STEPS)
+            if num_ended < 0 or self._num_steps > _MAX_STEPS:
+                self.fail(f"no end within {_MAX_STEPS} steps")
+                return False
+            if num_ended > 0:
                 self._take_results()
                 continue
             when, _, event, process = heapq.heappop(events)
@@ -438,6 +445,8 @@ class Clock:
     def monotonic() -> float:
         if (thread := Kernel.current.thread) is not None:
             thread.check()
+        # Takes time, as in the native half: a loop that waits for the clock ends.
+        Kernel.current.library.clock.value += _READ_NS
         return Kernel.current.now / _SECOND
 
     @staticmethod

@@ -27,7 +27,7 @@ _S, _D = ctypes.c_char_p, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "reset": (None, [_U64]),
     "clock": (_P, []),
-    "run": (_I64, [_I64]),
+    "run": (_I64, [_I64, _U64]),
     "take_ended": (_I64, [_P, _P, _S, _I64]),
     "process": (_I32, [_I32]),
     "freeze": (None, [_I32, _I32]),
@@ -130,6 +130,6 @@ class Library:
         """(call, status code, number, text) of the calls that have ended."""
         code, number = _I32(), _I64()
         text = ctypes.create_string_buffer(_MAX_TEXT)
-        for _ in range(self.run(0)):
+        for _ in range(self.run(0, 0)):
             call = self._library.sim_take_ended(ctypes.byref(code), ctypes.byref(number), text, _MAX_TEXT)
             yield call, code.value, number.value, text.value.decode(errors="replace")

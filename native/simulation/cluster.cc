@@ -135,10 +135,14 @@ API void sim_reset(uint64_t seed) {
 // Where the time is, to be read and advanced there: until the next reset.
 API int64_t* sim_clock() { return World::Get().clock(); }
 
-// Runs until a call has ended or nothing happens before `limit`; returns how many have ended.
-API int64_t sim_run(int64_t limit) {
+// Runs until a call has ended or nothing happens before `limit`; returns how many have ended. -1:
+// there were `max_steps` in all, since the reset.
+API int64_t sim_run(int64_t limit, uint64_t max_steps) {
   World& world = World::Get();
-  while (ended.empty() && world.NextTime() <= limit) world.Step();
+  while (ended.empty() && world.NextTime() <= limit) {
+    if (world.num_steps() >= max_steps) return -1;
+    world.Step();
+  }
   return static_cast<int64_t>(ended.size());
 }
 
@@ -178,12 +182,14 @@ API ParameterServer* sim_server(int32_t process, uint32_t index, uint32_t replic
                                 int64_t deadline_ms, int32_t is_standby) {
   World& world = World::Get();
   world.EnterProcess(process);
-  ParameterServer::Options options{.replica_index = index,
-                                   .replica_size = replicas,
-                                   .store = {.capacity = 100'000, .num_internal_shards = 2},
-                                   .rpc = {.num_handler_threads = 8},
-                                   .standby_deadline = std::chrono::milliseconds(deadline_ms),
-                                   .is_standby = is_standby != 0};
+  ParameterServer::Options options;
+  options.replica_index = index;
+  options.replica_size = replicas;
+  options.store.capacity = 100'000;
+  options.store.num_internal_shards = 2;
+  options.rpc.num_handler_threads = 8;
+  options.standby_deadline = std::chrono::milliseconds(deadline_ms);
+  options.is_standby = is_standby != 0;
   auto server = ParameterServer::Create(options);
   if (!server.ok()) return nullptr;
   ParameterServer* made = server.value().release();

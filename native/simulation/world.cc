@@ -15,9 +15,9 @@ namespace {
 
 constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr double kYieldAtLock = 0.1;
-std::unique_ptr<World> world;
-// From seed to seed: their pages are there already.
+// From seed to seed: their pages are there already. Before the world, whose end fills it.
 std::vector<void*> free_stacks;
+std::unique_ptr<World> world;
 
 }  // namespace
 
@@ -221,6 +221,7 @@ Time World::NextTime() const {
 }
 
 void World::Step() {
+  ++num_steps_;
   if (!ready_.empty()) {
     const size_t i = ready_.size() == 1 ? 0 : Random() % ready_.size();
     Fiber* fiber = std::exchange(ready_[i], ready_.back());

@@ -87,6 +87,7 @@ class World {
   Time NextTime() const;
   // Runs one fiber to its next wait, or one event.
   void Step();
+  uint64_t num_steps() const { return num_steps_; }
 
  private:
   struct Event {
@@ -108,6 +109,7 @@ class World {
   Time now_ = 1'000'000'000'000;
   std::mt19937_64 random_;
   uint64_t num_events_ = 0;
+  uint64_t num_steps_ = 0;
   std::vector<Event> events_;  // a heap
   std::vector<Fiber*> ready_;
   std::map<const void*, std::deque<Fiber*>> waiting_;

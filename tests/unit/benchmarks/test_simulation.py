@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.simulation import job
+pytest.importorskip("greenlet", reason="needs the 'test' extra: pip install 'persia[test]'")
+
+from benchmarks.simulation import job, kernel
 from benchmarks.simulation.library import PATH, Library
 from benchmarks.simulation.scenario import Outcome, run_seed, undisturbed
 from benchmarks.simulation.seeds import pool_of, run_seeds
@@ -68,7 +70,8 @@ def without_the_first_reference() -> list[Outcome]:
 
 def without_asking_who_has_the_rows() -> list[Outcome]:
     """A planted bug: a process that starts does not become the standby of the one that has the rows."""
-    job.starts_as_standby = standby.starts_as_standby = lambda *_: False
+    for module in (job, standby):
+        setattr(module, "starts_as_standby", lambda *_: False)  # noqa: B010
     return first_failure()
 
 
@@ -86,8 +89,23 @@ def without_successors_of_the_second_server() -> list[Outcome]:
 
 def without_a_new_copy_of_loaded_rows() -> list[Outcome]:
     """A planted bug, seen after a roll-back: the standby keeps its rows when a checkpoint is loaded."""
-    standby.Primary._release_for_load = lambda _self: None  # type: ignore[method-assign]
+    standby.Primary._release_for_load = lambda self: None  # type: ignore[method-assign]
     return first_failure()
+
+
+def without_an_end() -> list[Outcome]:
+    kernel._MAX_STEPS = 10_000
+
+    def spin(self: job.Job, process: kernel.Process) -> None:
+        while True:
+            self.kernel.sleep(0.0)
+
+    job.Job._load = spin  # type: ignore[method-assign]
+    return [run_seed(Library(), 1, expected={})]
+
+
+def test_a_seed_in_which_no_time_passes_fails() -> None:
+    assert [outcome.failure for outcome in in_a_process(without_an_end)] == ["no end within 10000 steps"]
 
 
 def test_the_protocol_holds_under_faults() -> None:
