@@ -102,6 +102,8 @@ class Faults:
         return self._kill(*self.job.server_names)
 
     def _kill_pair(self) -> str | None:
+        if len(self.job.trained) == self.job.num_batches:  # the rank may hear of it no more
+            return None
         self.job.may_lose_rows = True
         pair = self._random.choice(self.job.pairs)
         return " and ".join(filter(None, map(self._kill, pair))) or None
