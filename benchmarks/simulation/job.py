@@ -274,7 +274,7 @@ class Job:
         directory = Directory(session)
         guard = RowsGuard(directory, OnLostRows.RAISE, self._on_lost)
         workers = backend.ClusterBackend(directory)
-        workers.configure(None)  # type: ignore[arg-type]
+        workers.configure(object())  # type: ignore[arg-type]  # that of the library, also for later workers
         checkpoints = Checkpoints(lambda: find_servers(session, DEADLINE_S), deadline_s=DEADLINE_S)
         before = self._load_newest(checkpoints, guard) if self.directory else DataPosition()
         stream = StreamReceiver(
