@@ -12,8 +12,8 @@ from collections import Counter
 import click
 
 from benchmarks.simulation.library import PATH, Library
-from benchmarks.simulation.scenario import run_seed
-from benchmarks.simulation.seeds import run_seeds, undisturbed
+from benchmarks.simulation.scenario import run_seed, undisturbed
+from benchmarks.simulation.seeds import run_seeds
 
 _COMMAND = "python -m benchmarks.simulation --seed {} --trace"
 
@@ -44,6 +44,7 @@ def main(seeds: int, first: int, seed: int | None, trace: bool, processes: int) 
     )
     lost = sum(outcome.has_lost_rows for outcome in outcomes)
     print(f"  rows lost and reported, by a server and the broker at a time: {lost}")
+    print(f"  jobs that went back to a checkpoint: {sum(bool(o.num_roll_backs) for o in outcomes)}")
     for name, count in sorted(faults.items()):
         print(f"  {name}: {count}")
     sys.exit(bool(failed))

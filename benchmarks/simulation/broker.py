@@ -19,6 +19,8 @@ from persia.messaging.subjects import Subjects
 _SILENCE_S = 4.0  # without an answer, until a client closes its connection
 _BROKER_SILENCE_S = 8.0  # and until the broker does
 _REPEAT_S = 0.1
+_LATENCY_NS = 2_000_000
+_SPIKE_NS = 400_000_000
 _RECONNECT_S = (0.1, 2.0)
 _FLUSH_S = 5.0
 _JOB = "simulation"
@@ -79,17 +81,18 @@ class Session:
     # ---- the connection
 
     def _is_cut(self) -> bool:
-        return bool(self.kernel.library.is_cut(self.process.number, self.broker.process.number))
+        return self.kernel.is_cut(self.process.host, self.broker.process.host)
 
     def _travel(self, direction: int, arrive: Callable[[], None]) -> None:
         """`arrive` runs at the other end: 0 at the broker, 1 in this process."""
-        kernel = self.kernel
-        latency = kernel.random.uniform(0.00005, 0.002)
-        if kernel.random.random() < kernel.spikes:
-            latency += kernel.random.uniform(0.0, 0.4)
-        arrival = max(self._last_arrival[direction] + 1, kernel.after(latency))
+        kernel, draw = self.kernel, self.kernel.random.random
+        latency = int(draw() * _LATENCY_NS)
+        if draw() < kernel.spikes:
+            latency += int(draw() * _SPIKE_NS)
+        now = kernel.now
+        arrival = max(self._last_arrival[direction] + 1, now + latency)
         self._last_arrival[direction] = arrival
-        self._arrive(direction, arrive, arrival, kernel.now, self._connection)
+        self._arrive(direction, arrive, arrival, now, self._connection)
 
     def _arrive(
         self, direction: int, arrive: Callable[[], None], when: int, sent_at: int, connection: int
@@ -101,7 +104,7 @@ class Session:
                 if direction == 0:
                     arrive()
                 else:
-                    self.kernel.at(self.kernel.now, arrive, self.process)
+                    self.process.take(arrive)
                 return
             silence_s = _SILENCE_S if direction == 0 else _BROKER_SILENCE_S
             if self.kernel.now - sent_at > silence_s * 1e9:

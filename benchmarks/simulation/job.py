@@ -1,28 +1,31 @@
 """A job in the simulation: its processes, made of the product's classes, and what they must hold.
 
-One parameter server with its standby, two embedding workers, a data loader and a rank that trains one batch
-after the other, each on a host of its own, and a broker. What starts the classes is written here, as the
-roles do it, because those also read files, open ports for metrics and handle signals.
+One or two parameter servers, each with a standby, two embedding workers, a data loader and a rank that
+trains one batch after the other, each on a host of its own, and a broker. What starts the classes is
+written here, as the roles do it, because those also read files, open ports for metrics and handle signals.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from benchmarks.simulation import native
 from benchmarks.simulation.broker import Broker, Session
-from benchmarks.simulation.kernel import Clock, Kernel, Killed, Process, Thread, Threading, patched
+from benchmarks.simulation.kernel import Kernel, Killed, Process, Thread
+from benchmarks.simulation.rows import Store
+from benchmarks.simulation.stand_ins import DEADLINE_S
 from persia import waiting
+from persia.checkpoint.checkpoints import Checkpoints, DumpRequest, Source
+from persia.checkpoint.peers import find_servers
+from persia.checkpoint.server_job import ServerShare
+from persia.checkpoint.service import CheckpointService
 from persia.config.global_config import EmbeddingParameterServerConfig
 from persia.errors import PersiaError, RowsLostError
 from persia.job.lost_rows import OnLostRows, RowsGuard
-from persia.logger import get_default_logger
-from persia.messaging import discovery
 from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
 from persia.messaging.subjects import (
     DATA_LOADER,
@@ -30,119 +33,26 @@ from persia.messaging.subjects import (
     EMBEDDING_WORKER,
     NN_WORKER,
 )
-from persia.pipeline import backend, failover, loader_watch, queues, receive, send
-from persia.pipeline.position import DataPosition
+from persia.pipeline import backend
+from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.receive import StreamReceiver
 from persia.pipeline.send import BatchSender, RegisterBatchHandler
-from persia.roles import embedding_worker, replica, standby
 from persia.roles.embedding_worker import ServerLinks
 from persia.roles.replica import Replica, config_hash, starts_as_standby
 from persia.roles.standby import Pair
+from persia.storage.location import Location
+from persia.storage.versions import LATEST_NAME, resolve
 
-DEADLINE_S = 120.0
 NUM_BATCHES = 24
 _MODES = ("",)
 _SCHEMA = "simulation"
 _MAX_WAITING = 8
+_MAX_WAITING_OF_ROLL_BACKS = 64  # batches of a rank that has died keep their places until they expire
+_NUM_WORKERS = 2
+_BROKER_HOST = 1
 _READ_S = 0.3
+_STEPS_A_CHECKPOINT = 5
 _TO_CONFIRM = 2_000_000_000  # that a standby needs to ask its primary after a cut
-
-
-class _Sockets:
-    """In place of the module socket: whether a port is open."""
-
-    class _Connection:
-        def close(self) -> None: ...
-
-        def __enter__(self) -> _Sockets._Connection:
-            return self
-
-        def __exit__(self, *_exc_info: object) -> None: ...
-
-    @classmethod
-    def create_connection(cls, address: tuple[str, int], timeout: float) -> _Sockets._Connection:
-        kernel = Kernel.current
-        kernel.sleep(kernel.random.uniform(0.0001, 0.003))
-        host = int(address[0].removeprefix("host"))
-        probe = kernel.probes[host]
-        if kernel.library.is_cut(kernel.process.number, probe):
-            kernel.sleep(timeout)
-            raise TimeoutError
-        if not kernel.library.listens(f"{address[0]}:{address[1]}".encode()):
-            raise ConnectionRefusedError
-        return cls._Connection()
-
-
-class _Exit:
-    """In place of the module os."""
-
-    @staticmethod
-    def _exit(code: int) -> None:
-        Kernel.current.log("ends with exit code %d", code)
-        Kernel.current.process.kill()
-        raise Killed
-
-
-class _Pool:
-    """In place of DaemonPool."""
-
-    def __init__(self, _num_threads: int, _name: str) -> None: ...
-
-    class _Future:
-        def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-            self._answers: list[Any] = []
-            self._thread = Thread(target=lambda: self._answers.append(function(*arguments)))
-            self._thread.start()
-
-        def result(self) -> Any:
-            self._thread.join()
-            return self._answers[0]
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> _Pool._Future:
-        return self._Future(function, arguments)
-
-    def close(self) -> None: ...
-
-
-class _Handler(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        Kernel.current.log("  %s", record.getMessage())
-
-
-@contextmanager
-def simulated(kernel: Kernel) -> Iterator[None]:
-    """The product's modules use threads, clocks and sockets of the simulation in the block."""
-    both: dict[str, object] = {"threading": Threading, "time": Clock}
-    modules: dict[Any, dict[str, object]] = {
-        discovery: both,
-        waiting: {"time": Clock},
-        queues: both,
-        failover: {**both, "socket": _Sockets},
-        backend: {**both, "RemoteClient": native.RemoteClient, "DaemonPool": _Pool},
-        loader_watch: {"time": Clock},
-        receive: both,
-        send: {"time": Clock, "random": kernel.random},
-        embedding_worker: {"threading": Threading},
-        replica: {**both, "socket": _Sockets},
-        standby: {
-            **both,
-            "os": _Exit,
-            "Presence": lambda session: replica.Presence(session, Clock.monotonic),
-        },
-    }
-    environment = {"PERSIA_DEADLINE_SEC": str(DEADLINE_S), "PERSIA_LOADER_SILENCE_SEC": "60"}
-    before = dict(os.environ)
-    os.environ.update(environment)
-    logger = get_default_logger()
-    handlers, logger.handlers = logger.handlers, [_Handler()] if kernel.trace else []
-    disabled, logger.disabled = logger.disabled, not kernel.trace
-    try:
-        with patched(modules):
-            yield
-    finally:
-        logger.handlers, logger.disabled = handlers, disabled
-        os.environ.clear()
-        os.environ.update(before)
 
 
 @dataclass
@@ -161,6 +71,7 @@ class Role:
 class Job:
     kernel: Kernel
     deadline_s: int = 2
+    num_servers: int = 1
     num_batches: int = NUM_BATCHES
     step_s: float = 0.15
     trained: list[int] = field(default_factory=list)
@@ -169,24 +80,25 @@ class Job:
     sessions: dict[int, Session] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
     reads: bool = False
+    directory: str = ""  # of checkpoints, to the newest of which the job goes back; empty: it takes none
     may_lose_rows: bool = False  # both copies, by faults of a server and the broker at a time
     has_lost_rows: bool = False
+    num_roll_backs: int = 0
 
     def __post_init__(self) -> None:
         kernel = self.kernel
-        self.broker = Broker(kernel, 9)
+        self.broker = Broker(kernel, _BROKER_HOST)
         self.section = EmbeddingParameterServerConfig(standbys=1, standby_deadline_sec=self.deadline_s)
-        for name, host, main in (
-            ("server", 1, lambda process: self._serve(process, is_forced=False)),
-            ("standby", 2, lambda process: self._serve(process, is_forced=True)),
-            ("worker 0", 3, lambda process: self._work(process, 0)),
-            ("worker 1", 4, lambda process: self._work(process, 1)),
-            ("rank", 5, self._train),
-            ("loader", 6, self._load),
-        ):
+        self.pairs = [(f"server {index}", f"standby {index}") for index in range(self.num_servers)]
+        mains: list[tuple[str, Callable[[Process], None]]] = [
+            (name, partial(self._serve, index=index, is_forced=is_forced))
+            for index, pair in enumerate(self.pairs)
+            for name, is_forced in zip(pair, (False, True), strict=True)
+        ]
+        mains += [(f"worker {index}", partial(self._work, index=index)) for index in range(_NUM_WORKERS)]
+        mains += [("rank", self._train), ("loader", self._load)]
+        for host, (name, main) in enumerate(mains, start=_BROKER_HOST + 1):
             self.roles[name] = Role(name, host, main)
-        # A process of each host that never ends, to see whether the host is reached.
-        kernel.probes = {role.host: kernel.library.process(role.host) for role in self.roles.values()}
 
     # ---- the supervisor
 
@@ -202,8 +114,20 @@ class Job:
         process.start(lambda: role.main(process))
 
     def _restart(self, role: Role) -> None:
+        if role.name == "rank" and not role.is_done:
+            self._go_back()
         if not role.is_done:
             self.kernel.later(self.kernel.random.uniform(0.3, 1.5), lambda: self._start(role))
+
+    def _go_back(self) -> None:
+        """The rank has ended: the supervisor starts it and the data loader again."""
+        self.num_roll_backs += 1
+        loader = self.roles["loader"]
+        was_done, loader.is_done = loader.is_done, False
+        if loader.process is not None:
+            loader.process.kill()
+        if was_done:
+            self._restart(loader)
 
     @property
     def is_trained(self) -> bool:
@@ -215,28 +139,36 @@ class Job:
             return None
         return self.servers.get(process.number)
 
-    def primaries(self) -> list[tuple[str, native.ParameterServer]]:
-        """Servers that began as one, or have taken over."""
+    @property
+    def server_names(self) -> list[str]:
+        return [name for pair in self.pairs for name in pair]
+
+    def primaries(self, index: int) -> list[tuple[str, native.ParameterServer]]:
+        """Servers of an index that began as one, or have taken over."""
         found = []
-        for name in ("server", "standby"):
+        for name in self.pairs[index]:
             server = self.server_of(name)
             if server is not None and self.kernel.library.log_state(server.handle) in (-1, 1):
                 found.append((name, server))
         return found
 
     def has_two_copies(self) -> bool:
-        """Whether a server replicates to a standby that lives and has every row; both run."""
-        if any((process := self.roles[name].process) and process.is_frozen for name in ("server", "standby")):
+        """Whether each server replicates to a standby that lives and has every row; all run."""
+        return all(map(self._has_two_copies, range(self.num_servers)))
+
+    def _has_two_copies(self, index: int) -> bool:
+        pair = self.pairs[index]
+        if any((process := self.roles[name].process) and process.is_frozen for name in pair):
             return False
-        for name, server in self.primaries():
-            other = self.server_of("standby" if name == "server" else "server")
+        for name, server in self.primaries(index):
+            other = self.server_of(pair[1 - pair.index(name)])
             if server.replication == "replicating" and other is not None and other.is_standby_with_rows:
                 return True
         return False
 
     def reaches_broker(self) -> bool:
-        """Whether both servers do, for long enough to have heard of each other."""
-        processes = [self.roles[name].process for name in ("server", "standby")]
+        """Whether all servers do, for long enough to have heard of each other."""
+        processes = [self.roles[name].process for name in self.server_names]
         sessions = [self.sessions.get(p.number) for p in processes if p is not None and not p.is_dead]
         since = self.kernel.now - _TO_CONFIRM
         return self.broker.is_up and all(
@@ -246,40 +178,41 @@ class Job:
     def _connect(self, process: Process) -> Any:
         # A process starts only when it reaches the broker.
         for _ in waiting.Attempts(DEADLINE_S, pause_s=0.2):
-            if self.broker.is_up and not self.kernel.library.is_cut(
-                process.number, self.broker.process.number
-            ):
+            if self.broker.is_up and not self.kernel.is_cut(process.host, _BROKER_HOST):
                 break
         session = self.sessions[process.number] = Session(self.broker, process)
         return session
 
     # ---- the processes
 
-    def _serve(self, process: Process, *, is_forced: bool) -> None:
-        while not self._serve_once(process, is_forced=is_forced):
+    def _serve(self, process: Process, index: int, *, is_forced: bool) -> None:
+        while not self._serve_once(process, index, is_forced=is_forced):
             self.kernel.log("%s was released, and starts again", process.name)
 
-    def _serve_once(self, process: Process, *, is_forced: bool) -> bool:
+    def _serve_once(self, process: Process, index: int, *, is_forced: bool) -> bool:
         """As persia.roles.parameter_server._serve_training."""
         with ExitStack() as stack:
             session = self._connect(process)
             stack.callback(session.close)
-            is_standby = is_forced or starts_as_standby(session, 0)
-            server: Any = native.ParameterServer(0, 1, self.deadline_s, is_standby=is_standby)
+            is_standby = is_forced or starts_as_standby(session, index)
+            place = (index, self.num_servers)
+            server: Any = native.ParameterServer(*place, self.deadline_s, is_standby=is_standby)
             self.servers[process.number] = server
             address = f"{process.address}:{server.start(process.address)}"
             stack.callback(server.stop)
-            pair_replica = Replica(session, server, 0, address)
+            pair_replica = Replica(session, server, index, address)
             stack.callback(pair_replica.close)
-            pair = Pair(pair_replica, config_hash(self.section, 1, _SCHEMA), self.section)
+            pair = Pair(pair_replica, config_hash(self.section, self.num_servers, _SCHEMA), self.section)
             if is_standby and not pair.follow(is_forced=is_forced):
                 return False
-            pair.lead(_Checkpoints())  # type: ignore[arg-type]
+            store: Any = Store(server, *place)
+            checkpoints = stack.enter_context(closing(CheckpointService(self._share(store, *place))))
+            pair.lead(checkpoints)
             stack.callback(pair.close)
             info = self._info(
                 EMBEDDING_PARAMETER_SERVER,
-                0,
-                1,
+                index,
+                self.num_servers,
                 incarnation=server.incarnation,
                 address=address,
                 has_rows=is_standby,
@@ -289,11 +222,18 @@ class Job:
             advertiser = Advertiser(
                 session, info, replaces=arguments["replaces"], is_serving=arguments["is_serving"]
             )
-            advertiser.start()
+            subject = session.subjects.checkpoint(index)
+            advertiser.start(lambda: session.respond(subject, pair.handle_checkpoint))
             pair.start(advertiser)
             self.kernel.log("%s is the primary, %s", process.name, info.has_rows)
             while True:
                 self.kernel.sleep(3600.0)
+
+    @staticmethod
+    def _share(store: Any, index: int, replicas: int) -> ServerShare:
+        return ServerShare(
+            store=store, index=index, replicas=replicas, schema=None, num_threads=1, dump_percent=100
+        )
 
     def _info(self, role: str, index: int, replicas: int, **values: Any) -> ServiceInfo:
         values.setdefault("incarnation", self.kernel.random.getrandbits(63) | 1)
@@ -304,7 +244,9 @@ class Job:
         session = self._connect(process)
         directory = Directory(session)
         servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
-        worker: Any = native.EmbeddingWorker(len(servers), _MAX_WAITING)
+        worker: Any = native.EmbeddingWorker(
+            len(servers), _MAX_WAITING_OF_ROLL_BACKS if self.directory else _MAX_WAITING
+        )
         self.workers.append(worker)
         links = ServerLinks(worker, len(servers))
         for server in servers:
@@ -316,7 +258,7 @@ class Job:
         info = self._info(
             EMBEDDING_WORKER,
             index,
-            2,
+            _NUM_WORKERS,
             incarnation=worker.incarnation,
             address=address,
             slot_modes=_MODES,
@@ -330,9 +272,11 @@ class Job:
         """As BatchPipeline and TrainCtx, one batch at a time."""
         session = self._connect(process)
         directory = Directory(session)
-        RowsGuard(directory, OnLostRows.RAISE, self._on_lost)
+        guard = RowsGuard(directory, OnLostRows.RAISE, self._on_lost)
         workers = backend.ClusterBackend(directory)
-        workers.configure(None)  # type: ignore[arg-type]
+        workers.configure(object())  # type: ignore[arg-type]  # that of the library, also for later workers
+        checkpoints = Checkpoints(lambda: find_servers(session, DEADLINE_S), deadline_s=DEADLINE_S)
+        before = self._load_newest(checkpoints, guard) if self.directory else DataPosition()
         stream = StreamReceiver(
             session,
             directory,
@@ -340,7 +284,7 @@ class Job:
             world_size=1,
             buffer_size=4,
             ordered=True,
-            trained=DataPosition(),
+            trained=before,
             remedy="",
             failure=lambda: "",
             on_received=lambda: None,
@@ -358,6 +302,14 @@ class Job:
             stream.yielded(batch.batch_id)
             self.trained.append(batch.batch_id)
             self.kernel.log("step %d", batch.batch_id)
+            if self.directory and len(self.trained) % _STEPS_A_CHECKPOINT == 0:
+                guard.check()
+                bounds = stream.inbox.bounds(())
+                assert bounds is not None
+                self._dump(checkpoints, before.joined(stripe_of([bounds])), blocking=False)
+        checkpoints.close(finish=True)
+        if self.directory:
+            guard.check()  # the last steps may have been trained without the rows
         self.roles["rank"].is_done = self.roles["loader"].is_done = True
         while True:
             self.kernel.sleep(3600.0)
@@ -377,7 +329,43 @@ class Job:
         except PersiaError as error:
             self.kernel.log("a batch was not released: %s", error)
 
+    def _load_newest(self, checkpoints: Checkpoints, guard: RowsGuard) -> DataPosition:
+        """As PeriodicCheckpoints.begin; returns the position of the data."""
+        root = Location.of(self.directory)
+        if not (root / LATEST_NAME).exists_replaced():
+            self.trained.clear()
+            self._dump(checkpoints, DataPosition(), blocking=True)
+            return DataPosition()
+        source = Source(resolve(root))
+        missing = guard.missing()
+        checkpoints.load(source)
+        guard.loaded(missing)
+        manifest = source.manifest
+        assert manifest.step is not None
+        assert manifest.trained is not None
+        del self.trained[manifest.step :]
+        self.kernel.log("continues after step %d", manifest.step)
+        return manifest.trained
+
+    def _dump(self, checkpoints: Checkpoints, position: DataPosition, *, blocking: bool) -> None:
+        def on_failure(error: PersiaError) -> None:
+            self.kernel.log("a dump failed: %s", error)
+
+        checkpoints.dump(
+            DumpRequest(
+                self.directory,
+                step=len(self.trained),
+                trained=position,
+                keep_last=2,
+                blocking=blocking,
+                on_failure=None if blocking else on_failure,
+            )
+        )
+
     def _on_lost(self, error: RowsLostError) -> None:
+        if self.directory:  # as RollBack: the supervisor starts the process again
+            self.kernel.process.kill()
+            raise Killed
         if not self.may_lose_rows:
             self.kernel.fail(f"rows are lost: {error}")
         self.has_lost_rows = True
@@ -394,9 +382,3 @@ class Job:
             sender.send(ids, b"dense", requires_grad=True)
         sender.end(None, DEADLINE_S)
         self.roles["loader"].is_done = True
-
-
-class _Checkpoints:
-    """In place of CheckpointService: no checkpoint is taken."""
-
-    is_loading = False

@@ -1,6 +1,6 @@
 """A simulated machine room for the Python half of the product: threads, clocks and processes of one seed.
 
-A thread of the simulation is a real thread that runs only while the kernel waits for it, so one thing happens
+A thread of the simulation is a greenlet, which runs only while the kernel waits for it, so one thing happens
 at a time, in an order that follows from the seed. The native half (native/simulation) has the clock; the
 kernel lets it run until the next event of this half. `Threading`, `Clock` and the like replace the modules
 of those names in the product's modules.
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import heapq
 import random
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from greenlet import getcurrent, greenlet
+
 from benchmarks.simulation.library import Library, error_of
 from persia.errors import InternalError, PersiaError
 
 _SECOND = 1_000_000_000
+_MAX_STEPS = 2_000_000  # of each half of a seed, which needs some thousands
+_READ_NS = 50  # that reading a clock takes
 NEVER = 1 << 62
-_STACK_BYTES = 512 << 10
 
 
 class Killed(BaseException):
@@ -58,6 +60,13 @@ class Process:
 
         self.kernel.spawn(self, run)
 
+    def take(self, event: Callable[[], None]) -> None:
+        """Happens to it now: not once it is dead, and later while it is frozen."""
+        if self.is_frozen and not self.is_dead:
+            self.inbox.append(event)
+        elif not self.is_dead:
+            event()
+
     def kill(self) -> None:
         if self.is_dead:
             return
@@ -66,8 +75,9 @@ class Process:
         self.kernel.library.kill(self.number)
         for callback in self.on_killed:
             callback()
+        # At once, wherever it is: also one that was about to go on, whose event is dropped.
         for thread in tuple(self.threads):
-            thread.wake()
+            self.kernel.at(self.kernel.now, thread.unwind)
 
     def freeze(self, is_frozen: bool) -> None:
         if self.is_dead:
@@ -78,25 +88,6 @@ class Process:
             for event in self.inbox:
                 self.kernel.at(self.kernel.now, event, self)
             self.inbox = []
-
-
-class _Carrier:
-    """A real thread, which carries one thread of the simulation after the other."""
-
-    def __init__(self) -> None:
-        self.go = threading.Lock()
-        self.go.acquire()
-        self.job: Callable[[], None] | None = None
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            self.go.acquire()
-            assert self.job is not None
-            self.job()
-            self.job = None
-            Kernel.carriers.append(self)
-            Kernel.current.hub.release()
 
 
 class Thread:
@@ -114,7 +105,7 @@ class Thread:
         self.kernel = Kernel.current
         self.process = process or self.kernel.process
         self._target, self._args = target, args
-        self._carrier: _Carrier | None = None
+        self._greenlet: greenlet | None = None  # once it has begun
         self._num_waits = 0
         self._is_waiting = False
         self._timed_out = False
@@ -126,8 +117,7 @@ class Thread:
         self.kernel.at(self.kernel.now, self._begin, self.process)
 
     def _begin(self) -> None:
-        self._carrier = Kernel.carriers.pop() if Kernel.carriers else _Carrier()
-        self._carrier.job = self._run
+        self._greenlet = greenlet(self._run, parent=self.kernel.hub)
         self._resume()
 
     def _run(self) -> None:
@@ -144,11 +134,12 @@ class Thread:
 
     def _resume(self) -> None:
         kernel = self.kernel
-        assert self._carrier is not None
-        before, kernel.thread = kernel.thread, self
-        self._carrier.go.release()
-        kernel.hub.acquire()
-        kernel.thread = before
+        assert self._greenlet is not None
+        kernel.thread = self
+        self._greenlet.switch()
+        kernel.thread = None
+        if self._has_ended:
+            self._greenlet = None
 
     def wait(self, until: int = NEVER) -> bool:
         """Of this thread: until `wake`, or the time. False: it was the time."""
@@ -158,9 +149,7 @@ class Thread:
         if until < NEVER:
             number = self._num_waits
             self.kernel.at(until, lambda: self._time_out(number), self.process)
-        assert self._carrier is not None
-        self.kernel.hub.release()
-        self._carrier.go.acquire()
+        self.kernel.hub.switch()
         self.check()
         return not self._timed_out
 
@@ -175,15 +164,14 @@ class Thread:
             self._resume()
 
     def wake(self) -> None:
-        if not self._is_waiting:
+        if not self._is_waiting or self.process.is_dead:
             return
         self._is_waiting = False
-        # One that was killed unwinds at once, wherever its process is.
-        self.kernel.at(self.kernel.now, self._resume, None if self.process.is_dead else self.process)
+        self.kernel.at(self.kernel.now, self._resume, self.process)
 
     def unwind(self) -> None:
-        """Ends it now, if it waits and its process is dead."""
-        if self._carrier is not None and not self._has_ended:
+        """Ends it now, if it has begun and not ended, and its process is dead."""
+        if self._greenlet is not None:
             self._is_waiting = False
             self._resume()
 
@@ -202,31 +190,29 @@ class Kernel:
     """The events of one seed. One at a time in a real process."""
 
     current: ClassVar[Kernel]
-    carriers: ClassVar[list[_Carrier]] = []  # idle ones, from seed to seed
 
     def __init__(self, library: Library, seed: int, *, trace: bool = False) -> None:
         Kernel.current = self
         self.library = library
         self.random = random.Random(seed)
-        self.hub = threading.Lock()
-        self.hub.acquire()
+        self.hub = getcurrent()
         library.reset(seed)
         self._events: list[tuple[int, int, Callable[[], None], Process | None]] = []
-        self._num_events = 0
+        self._num_events = self._num_steps = 0
         self._calls: dict[int, Thread] = {}
         self._results: dict[int, tuple[int, int, str]] = {}
         self.thread: Thread | None = None
         self.failure: str = ""
+        self._cuts: set[tuple[int, int]] = set()
         self.trace = trace
         self.spikes = 0.0  # share of the messages of the broker that take long
-        self.probes: dict[int, int] = {}  # a process of each host that never ends
         self.processes: list[Process] = []
         self.begin = self.now
         self.outside = Process(self, "the simulation", 0)
 
     @property
     def now(self) -> int:
-        return int(self.library.now())
+        return self.library.clock.value
 
     @property
     def process(self) -> Process:
@@ -235,6 +221,14 @@ class Kernel:
     @property
     def elapsed_s(self) -> float:
         return (self.now - self.begin) / _SECOND
+
+    def cut(self, host: int, other: int, is_cut: bool) -> None:
+        for link in ((host, other), (other, host)):
+            (self._cuts.add if is_cut else self._cuts.discard)(link)
+        self.library.cut(host, other, is_cut)
+
+    def is_cut(self, host: int, other: int) -> bool:
+        return (host, other) in self._cuts
 
     def log(self, message: str, *arguments: object) -> None:
         if self.trace:
@@ -252,12 +246,15 @@ class Kernel:
         return self.thread
 
     def after(self, seconds: float | None) -> int:
-        return NEVER if seconds is None else self.now + int(max(0.0, seconds) * _SECOND)
+        if seconds is None:
+            return NEVER
+        return self.library.clock.value + (int(seconds * _SECOND) if seconds > 0 else 0)
 
     def at(self, when: int, event: Callable[[], None], process: Process | None = None) -> None:
         """As `process`: not once it is dead, and later while it is frozen."""
-        self._num_events += 1
-        heapq.heappush(self._events, (max(when, self.now), self._num_events, event, process))
+        self._num_events = number = self._num_events + 1
+        now = self.library.clock.value
+        heapq.heappush(self._events, (when if when > now else now, number, event, process))
 
     def later(self, seconds: float, event: Callable[[], None], process: Process | None = None) -> None:
         self.at(self.after(seconds), event, process)
@@ -284,20 +281,26 @@ class Kernel:
     def run(self, is_done: Callable[[], bool], limit_s: float) -> bool:
         """Until `is_done`, which is asked between events. False: the time is over, or a check has failed."""
         limit = self.begin + int(limit_s * _SECOND)
-        while not is_done():
-            if self.failure or self.now > limit:
+        events, library, clock = self._events, self.library, self.library.clock
+        while not self.failure and clock.value <= limit:
+            if is_done():
+                return True
+            self._num_steps += 1
+            num_ended = library.run(events[0][0] if events else limit + 1, _MAX_STEPS)
+            if num_ended < 0 or self._num_steps > _MAX_STEPS:
+                self.fail(f"no end within {_MAX_STEPS} steps")
                 return False
-            next_event = self._events[0][0] if self._events else limit + 1
-            if self.library.run(next_event):
+            if num_ended > 0:
                 self._take_results()
                 continue
-            when, _, event, process = heapq.heappop(self._events)
-            self.library.advance(when)
-            if process is None or not (process.is_dead or process.is_frozen):
+            when, _, event, process = heapq.heappop(events)
+            if when > clock.value:
+                clock.value = when
+            if process is None:
                 event()
-            elif not process.is_dead:
-                process.inbox.append(event)
-        return True
+            else:
+                process.take(event)
+        return False
 
     def _take_results(self) -> None:
         for number, *result in self.library.take_ended():
@@ -442,6 +445,8 @@ class Clock:
     def monotonic() -> float:
         if (thread := Kernel.current.thread) is not None:
             thread.check()
+        # Takes time, as in the native half: a loop that waits for the clock ends.
+        Kernel.current.library.clock.value += _READ_NS
         return Kernel.current.now / _SECOND
 
     @staticmethod

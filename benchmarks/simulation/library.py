@@ -23,18 +23,16 @@ _P, _I32, _U32, _I64, _U64 = (
     ctypes.c_uint64,
 )
 _S, _D = ctypes.c_char_p, ctypes.c_double
-# By name: result, arguments. As in native/simulation/cluster.cc.
+# By name: result, arguments. As in native/simulation/cluster.cc and rows.cc.
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "reset": (None, [_U64]),
-    "now": (_I64, []),
-    "advance": (None, [_I64]),
-    "run": (_I64, [_I64]),
+    "clock": (_P, []),
+    "run": (_I64, [_I64, _U64]),
     "take_ended": (_I64, [_P, _P, _S, _I64]),
     "process": (_I32, [_I32]),
     "freeze": (None, [_I32, _I32]),
     "kill": (None, [_I32]),
     "cut": (None, [_I32, _I32, _I32]),
-    "is_cut": (_I32, [_I32, _I32]),
     "listens": (_I32, [_S]),
     "weather": (None, [_I64, _D, _D]),
     "violation": (_S, []),
@@ -72,6 +70,21 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "client_return": (_I64, [_I32, _P, _P, _U32, _U64, _U64, _D]),
     "client_count_rows": (_I64, [_I32, _P, _D]),
     "client_release": (_I64, [_I32, _P, _U32, _U64, _U64, _D]),
+    "free": (None, [_P]),
+    "snapshot": (_I64, [_I32, _P, _U32, _U32, _U32]),
+    "snapshot_num_rows": (_U64, [_P]),
+    "snapshot_step": (_U64, [_P]),
+    "snapshot_config": (_I64, [_P]),
+    "snapshot_part_rows": (_U64, [_P, _U32]),
+    "snapshot_read": (_I64, [_I32, _P, _U32, _U64]),
+    "snapshot_close": (_I64, [_I32, _P]),
+    "loader": (_I64, [_I32, _P, _S, _I64, _I32, _I32, _U32, _U32]),
+    "loader_num_rows": (_U64, [_P]),
+    "loader_num_evicted": (_U64, [_P]),
+    "loader_chunk": (_I64, [_I32, _P, _S, _I64, _I32]),
+    "loader_replace": (_I64, [_I32, _P]),
+    "loader_commit": (_I64, [_I32, _P]),
+    "loader_end": (_I64, [_I32, _P]),
 }
 
 # By the number of persia::StatusCode.
@@ -102,17 +115,21 @@ class Library:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, f"sim_{name}")
             function.restype, function.argtypes = result, arguments
-            if name != "take_ended":
+            if name not in ("clock", "reset", "take_ended"):
                 setattr(self, name, function)
-        self._take_ended = library.sim_take_ended
+        self._library = library
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
+
+    def reset(self, seed: int) -> None:
+        self._library.sim_reset(seed)
+        self.clock = _I64.from_address(self._library.sim_clock())  # read more often than anything is called
 
     def take_ended(self) -> Iterator[tuple[int, int, int, str]]:
         """(call, status code, number, text) of the calls that have ended."""
         code, number = _I32(), _I64()
         text = ctypes.create_string_buffer(_MAX_TEXT)
-        for _ in range(self.run(0)):
-            call = self._take_ended(ctypes.byref(code), ctypes.byref(number), text, _MAX_TEXT)
+        for _ in range(self.run(0, 0)):
+            call = self._library.sim_take_ended(ctypes.byref(code), ctypes.byref(number), text, _MAX_TEXT)
             yield call, code.value, number.value, text.value.decode(errors="replace")

@@ -197,6 +197,9 @@ class RemoteClient:
             lambda p: self.library.client_return(p, self.handle, gradients.handle, *key, timeout_s)
         )
 
+    def fail_exact(self, _reference: BatchReference, _what: str) -> None:
+        """No batch is replayed here."""
+
     def count_rows(self, timeout_s: float) -> int:
         return self.kernel.call(lambda p: self.library.client_count_rows(p, self.handle, timeout_s))
 

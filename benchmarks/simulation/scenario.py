@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from tempfile import TemporaryDirectory
 
-from benchmarks.simulation.job import Job, simulated
+from benchmarks.simulation.job import Job
 from benchmarks.simulation.kernel import Kernel
 from benchmarks.simulation.library import Library
+from benchmarks.simulation.stand_ins import simulated
 
 # Virtual seconds: when faults end, when the job must have trained all, and until there are two copies again.
 _FAULTS_END_S = 40.0
 _LIMIT_S = 240.0
+_LIMIT_OF_ROLL_BACKS_S = 600.0  # a server forgets the dump of a rank that has died after a minute
 _SETTLED_S = 60.0
-_READS = 0.3  # share of the seeds with reads beside the training
+_MEMORY = "/dev/shm"  # for checkpoints, where there is one
+# Shares of the seeds: with reads beside the training, and with a second parameter server.
+_READS = 0.3
+_TWO_SERVERS = 0.2
+_ROLLS_BACK = 0.1  # takes checkpoints and goes back to them
 
 
 @dataclass
@@ -24,7 +32,8 @@ class Outcome:
     elapsed_s: float = 0.0  # virtual
     faults: Counter[str] = field(default_factory=Counter)
     has_lost_rows: bool = False  # which the rank was told
-    digest: int = 0
+    num_roll_backs: int = 0
+    digests: tuple[int, ...] = ()  # by server
 
 
 class Faults:
@@ -43,6 +52,9 @@ class Faults:
             "kill a worker": (1, lambda: self._kill("worker 0", "worker 1")),
             "kill the loader": (1, lambda: self._kill("loader")),
         }
+        if job.directory:
+            kinds["kill the rank"] = (1, self._kill_rank)
+            kinds["kill a server and its standby"] = (1, self._kill_pair)
         # Each seed has its own mixture: one kind alone finds other things than all together.
         self._kinds = {
             name: (weight * self._random.choice((0.0, 0.3, 1.0, 3.0)), act)
@@ -87,7 +99,18 @@ class Faults:
         if not self._begin():
             return None
         self.kernel.later(0.0, self._end)
-        return self._kill("server", "standby")
+        return self._kill(*self.job.server_names)
+
+    def _kill_rank(self) -> str | None:
+        # Known: its last update may wait for a frozen server, and change the rows that are loaded then.
+        return None if self._num_active else self._kill("rank")
+
+    def _kill_pair(self) -> str | None:
+        if len(self.job.trained) == self.job.num_batches:  # the rank may hear of it no more
+            return None
+        self.job.may_lose_rows = True
+        pair = self._random.choice(self.job.pairs)
+        return " and ".join(filter(None, map(self._kill, pair))) or None
 
     def _kill(self, *names: str) -> str | None:
         process = self.job.roles[self._random.choice(names)].process
@@ -97,7 +120,7 @@ class Faults:
         return process.name
 
     def _freeze(self) -> str | None:
-        names = (*self.job.roles, "server", "standby")  # those more often
+        names = (*self.job.roles, *self.job.server_names)  # those more often
         process = self.job.roles[self._random.choice(names)].process
         if process is None or process.is_dead or process.is_frozen or not self._begin():
             return None
@@ -116,11 +139,11 @@ class Faults:
             return None
         length_s = self._length_s()
         for host, other in links:
-            self.kernel.library.cut(host, other, True)
+            self.kernel.cut(host, other, True)
 
         def heal() -> None:
             for host, other in links:
-                self.kernel.library.cut(host, other, False)
+                self.kernel.cut(host, other, False)
             self._end()
 
         self.kernel.later(length_s, heal)
@@ -147,36 +170,61 @@ class Faults:
         return f"for {length_s:.1f} s"
 
 
+Digests = dict[int, tuple[int, ...]]  # by the number of servers
+
+
+def undisturbed(library: Library) -> Digests:
+    """The digests of the rows without faults."""
+    digests = {}
+    for num_servers in (1, 2):
+        outcome = run_seed(library, 0, expected=None, num_servers=num_servers)
+        if outcome.failure:
+            raise AssertionError(f"without faults: {outcome.failure}")
+        digests[num_servers] = outcome.digests
+    return digests
+
+
 def run_seed(
-    library: Library, seed: int, *, expected: int | None, trace: bool = False, has_faults: bool = True
+    library: Library,
+    seed: int,
+    *,
+    expected: Digests | None,
+    trace: bool = False,
+    num_servers: int | None = None,
 ) -> Outcome:
-    """`expected`: the digest of the rows that nothing disturbed; None to find it out."""
+    """`expected`: the digests of the rows that nothing disturbed; None to find them out, without faults."""
+    has_faults = expected is not None
     outcome = Outcome(seed)
     kernel = Kernel(library, seed, trace=trace)
-    with simulated(kernel):
+    with simulated(kernel), TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as directory:
         rng = kernel.random
-        job = Job(kernel, deadline_s=rng.choice((2, 3, 4)), reads=has_faults and rng.random() < _READS)
+        job = Job(
+            kernel,
+            deadline_s=rng.choice((2, 3, 4)),
+            reads=has_faults and rng.random() < _READS,
+            num_servers=num_servers or 1 + (rng.random() < _TWO_SERVERS),
+            directory=directory if has_faults and rng.random() < _ROLLS_BACK else "",
+        )
         if has_faults:
             Faults(job, outcome).start()
         job.start()
         try:
             _check(job, outcome, expected)
+            outcome.failure = outcome.failure or library.violation().decode()
         finally:
-            outcome.elapsed_s = kernel.elapsed_s
+            outcome.elapsed_s, outcome.num_roll_backs = kernel.elapsed_s, job.num_roll_backs
             kernel.close()
     return outcome
 
 
-def _check(job: Job, outcome: Outcome, expected: int | None) -> None:
+def _check(job: Job, outcome: Outcome, expected: Digests | None) -> None:
     kernel = job.kernel
 
     def is_done() -> bool:
-        if violation := kernel.library.violation():
-            kernel.fail(violation.decode())
         outcome.has_lost_rows = job.has_lost_rows
         return job.is_trained or job.has_lost_rows
 
-    is_ended = kernel.run(is_done, _LIMIT_S)
+    is_ended = kernel.run(is_done, _LIMIT_OF_ROLL_BACKS_S if job.directory else _LIMIT_S)
     if kernel.failure:
         outcome.failure = kernel.failure
         return
@@ -199,8 +247,9 @@ def _check(job: Job, outcome: Outcome, expected: int | None) -> None:
     outcome.failure = _compare(job, outcome, expected) or _count(job)
 
 
-def _compare(job: Job, outcome: Outcome, expected: int | None) -> str:
+def _compare(job: Job, outcome: Outcome, expected: Digests | None) -> str:
     digests: dict[str, int] = {}
+    names = job.server_names
 
     def measure(name: str) -> None:
         server = job.server_of(name)
@@ -211,16 +260,16 @@ def _compare(job: Job, outcome: Outcome, expected: int | None) -> str:
 
     # The standby applies its log behind the primary.
     job.kernel.run(lambda: False, job.kernel.elapsed_s + 1.0)
-    primaries = job.primaries()
-    if len(primaries) != 1:
-        return f"{len(primaries)} primaries"
-    for name in ("server", "standby"):
+    for index, pair in enumerate(job.pairs):
+        if len(primaries := job.primaries(index)) != 1:
+            return f"{len(primaries)} primaries of {pair}"
+    for name in names:
         measure(name)
-    job.kernel.run(lambda: len(digests) == 2, job.kernel.elapsed_s + 1.0)
-    outcome.digest = digests.get(primaries[0][0], 0)
-    if expected is not None and set(digests.values()) != {expected}:
-        return f"rows differ: {digests} instead of {expected}"
-    return ""
+    job.kernel.run(lambda: len(digests) == len(names), job.kernel.elapsed_s + 1.0)
+    found = [tuple(digests.get(pair[copy], 0) for pair in job.pairs) for copy in (0, 1)]
+    outcome.digests = found[0]
+    wanted = found[0] if expected is None else expected[job.num_servers]
+    return "" if found == [wanted, wanted] else f"rows differ: {digests} instead of {wanted}"
 
 
 def _count(job: Job) -> str:

@@ -10,24 +10,18 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 from benchmarks.simulation.library import Library
-from benchmarks.simulation.scenario import Outcome, run_seed
+from benchmarks.simulation.scenario import Digests, Outcome, run_seed, undisturbed
 
 # What killed processes of the simulation held is not freed: real ones end now and then.
+_GARBAGE = 50_000  # objects: seeds leave little
 _SEEDS_A_PART, _PARTS_A_PROCESS = 10, 10
 
 
-def undisturbed(library: Library) -> int:
-    """The digest of the rows without faults."""
-    outcome = run_seed(library, 0, expected=None, has_faults=False)
-    if outcome.failure:
-        raise AssertionError(f"without faults: {outcome.failure}")
-    return outcome.digest
-
-
-def _run_some(expected: int, seeds: range) -> tuple[list[Outcome], float]:
+def _run_some(expected: Digests, seeds: range) -> tuple[list[Outcome], float]:
     begin = time.process_time()
     sys.setswitchinterval(1000)  # one thread runs at a time: there is nothing to switch to
-    gc.freeze()  # the product's modules; seeds leave little garbage
+    gc.freeze()  # the product's modules
+    gc.set_threshold(_GARBAGE)
     library = Library()
     outcomes = [run_seed(library, seed, expected=expected) for seed in seeds]
     return outcomes, time.process_time() - begin
@@ -59,5 +53,5 @@ def run_seeds(seeds: range, processes: int) -> tuple[list[Outcome], float]:
     return outcomes, processor_s
 
 
-def _undisturbed() -> int:
+def _undisturbed() -> Digests:
     return undisturbed(Library())

@@ -3,6 +3,8 @@
 //
 // What may wait is begun on a fiber and gets a number; Run() tells which have ended. Objects of
 // processes that end are never freed: the caller ends after few seeds.
+#include "cluster.h"
+
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -57,21 +59,6 @@ worker::Deadline In(double seconds) {
                                                 std::chrono::duration<double>(seconds));
 }
 
-int64_t Begin(int process, std::function<StatusOr<int64_t>()> run) {
-  const int64_t call = ++num_calls;
-  World::Get().Spawn(process, [call, run = std::move(run)] {
-    const StatusOr<int64_t> result = run();
-    ended.push_back({call, static_cast<int32_t>(result.code()), result.ok() ? result.value() : 0,
-                     result.ok() ? "" : std::string(result.status().message())});
-  });
-  return call;
-}
-
-StatusOr<int64_t> Done(const Status& status) {
-  if (!status.ok()) return status;
-  return int64_t{0};
-}
-
 // Pooled, raw and hashed.
 worker::WorkerOptions Slots(uint64_t max_waiting) {
   worker::WorkerOptions options;
@@ -122,12 +109,21 @@ uint64_t Mix(uint64_t hash, const void* data, size_t num_bytes) {
 }
 
 }  // namespace
+
+int64_t Begin(int process, std::function<StatusOr<int64_t>()> run) {
+  const int64_t call = ++num_calls;
+  World::Get().Spawn(process, [call, run = std::move(run)] {
+    const StatusOr<int64_t> result = run();
+    ended.push_back({call, static_cast<int32_t>(result.code()), result.ok() ? result.value() : 0,
+                     result.ok() ? "" : std::string(result.status().message())});
+  });
+  return call;
+}
+
 }  // namespace persia::simulation
 
 using namespace persia;
 using namespace persia::simulation;
-
-#define API extern "C" __attribute__((visibility("default")))
 
 API void sim_reset(uint64_t seed) {
   ended.clear();
@@ -136,13 +132,17 @@ API void sim_reset(uint64_t seed) {
   ResetWire();
 }
 
-API int64_t sim_now() { return World::Get().now(); }
-API void sim_advance(int64_t time) { World::Get().AdvanceTo(time); }
+// Where the time is, to be read and advanced there: until the next reset.
+API int64_t* sim_clock() { return World::Get().clock(); }
 
-// Runs until a call has ended or nothing happens before `limit`; returns how many have ended.
-API int64_t sim_run(int64_t limit) {
+// Runs until a call has ended or nothing happens before `limit`; returns how many have ended. -1:
+// there were `max_steps` in all, since the reset.
+API int64_t sim_run(int64_t limit, uint64_t max_steps) {
   World& world = World::Get();
-  while (ended.empty() && world.NextTime() <= limit) world.Step();
+  while (ended.empty() && world.NextTime() <= limit) {
+    if (world.num_steps() >= max_steps) return -1;
+    world.Step();
+  }
   return static_cast<int64_t>(ended.size());
 }
 
@@ -167,7 +167,6 @@ API void sim_kill(int32_t process) {
 API void sim_cut(int32_t host, int32_t other, int32_t is_cut) {
   Wire::Get().Cut(host, other, is_cut != 0);
 }
-API int32_t sim_is_cut(int32_t process, int32_t other) { return Wire::Get().IsCut(process, other); }
 API int32_t sim_listens(const char* address) { return Wire::Get().listeners.contains(address); }
 API void sim_weather(int64_t max_latency, double spikes, double breaks) {
   Weather& weather = Wire::Get().weather;
@@ -183,12 +182,14 @@ API ParameterServer* sim_server(int32_t process, uint32_t index, uint32_t replic
                                 int64_t deadline_ms, int32_t is_standby) {
   World& world = World::Get();
   world.EnterProcess(process);
-  ParameterServer::Options options{.replica_index = index,
-                                   .replica_size = replicas,
-                                   .store = {.capacity = 100'000, .num_internal_shards = 2},
-                                   .rpc = {.num_handler_threads = 8},
-                                   .standby_deadline = std::chrono::milliseconds(deadline_ms),
-                                   .is_standby = is_standby != 0};
+  ParameterServer::Options options;
+  options.replica_index = index;
+  options.replica_size = replicas;
+  options.store.capacity = 100'000;
+  options.store.num_internal_shards = 2;
+  options.rpc.num_handler_threads = 8;
+  options.standby_deadline = std::chrono::milliseconds(deadline_ms);
+  options.is_standby = is_standby != 0;
   auto server = ParameterServer::Create(options);
   if (!server.ok()) return nullptr;
   ParameterServer* made = server.value().release();

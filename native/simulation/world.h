@@ -6,7 +6,7 @@
 // they wait, and at mutexes of watched objects.
 #pragma once
 
-#include <ucontext.h>
+#include <setjmp.h>
 
 #include <cstdint>
 #include <deque>
@@ -23,8 +23,9 @@ using Time = int64_t;  // nanoseconds
 inline constexpr Time kNever = INT64_MAX;
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf context;  // where it waits
   void* stack = nullptr;
+  bool has_begun = false;
   std::function<void()> body;
   int process = 0;
   const void* waits_for = nullptr;  // null: runs, or is ready
@@ -49,6 +50,7 @@ class World {
   ~World();
 
   Time now() const { return now_; }
+  Time* clock() { return &now_; }
   // Reading a clock takes time, so that a loop that waits for it ends.
   Time ReadClock() { return now_ += 50; }
   uint64_t Random() { return random_(); }
@@ -85,7 +87,7 @@ class World {
   Time NextTime() const;
   // Runs one fiber to its next wait, or one event.
   void Step();
-  void AdvanceTo(Time time) { now_ = std::max(now_, time); }
+  uint64_t num_steps() const { return num_steps_; }
 
  private:
   struct Event {
@@ -100,21 +102,23 @@ class World {
   void MakeReady(Fiber* fiber);
   void Resume(Fiber* fiber);
   void SwitchOut();
+  void Enter();
+  void Left();
   static void Run();
 
   Time now_ = 1'000'000'000'000;
   std::mt19937_64 random_;
   uint64_t num_events_ = 0;
+  uint64_t num_steps_ = 0;
   std::vector<Event> events_;  // a heap
   std::vector<Fiber*> ready_;
   std::map<const void*, std::deque<Fiber*>> waiting_;
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
-  std::vector<void*> free_stacks_;
   std::map<const void*, size_t> watched_;
   Fiber* fiber_ = nullptr;
   int outside_ = 0;
-  ucontext_t main_;
+  jmp_buf main_;
 };
 
 }  // namespace persia::simulation

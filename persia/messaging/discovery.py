@@ -9,6 +9,7 @@ had in memory.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -162,6 +163,7 @@ class Advertiser:
         self._session = session
         self._payload = info.encode()
         self._is_accepted = self._is_silent = False
+        self._was_hidden = False  # when it was asked for
         self._registrations: list[Registration] = []
 
     def start(self, on_admitted: Callable[[], object] = lambda: None, *, is_silent: bool = False) -> None:
@@ -190,6 +192,13 @@ class Advertiser:
         """Says again that this service has joined, after another one has said so for its index."""
         self._is_silent = False
         self._publish(EventKind.JOINED)
+
+    def publish_if_missed(self) -> None:
+        """Says again that this service has joined if it serves, and was asked for while it did not."""
+        if self._was_hidden and self._is_serving():
+            self._was_hidden = False
+            with contextlib.suppress(PersiaError):  # the connection is lost: it is said once there is another
+                self.publish_again()
 
     def outrank(self, other: ServiceInfo) -> None:
         """Says that this service, and not `other`, is the one of its index, and has its rows."""
@@ -235,7 +244,10 @@ class Advertiser:
     async def _answer(self, asker: bytes) -> bytes | None:
         # Until its own check is done, only other newcomers see a service. They say who they are in the
         # request; callers of `wait_for` ask with an empty one.
-        return self._payload if asker or (self._is_accepted and self._is_serving()) else None
+        if asker or (self._is_accepted and self._is_serving()):
+            return self._payload
+        self._was_hidden |= self._is_accepted  # a watch that is connected again asks once
+        return None
 
     def _check_conflicts(self) -> None:
         for window_s in _CONFLICT_WINDOWS_S:

@@ -78,7 +78,6 @@ class Primary:
         self._presence = Presence(replica.session)
         self._is_closing = threading.Event()
         self._watch: Registration | None = None
-        self._thread = threading.Thread(target=self._run, name="persia-standby", daemon=True)
         replica.handle(Question.ATTACH, self._attach)
         replica.handle(Question.POLL, self._poll)
         # Discovery does not find one that does not serve.
@@ -104,6 +103,9 @@ class Primary:
         # What one of them has answered to this advertisement may have come before the watch.
         for info in self._replica.others():
             on_event(ServiceEvent(EventKind.JOINED, info))
+        self._thread = threading.Thread(
+            target=self._run, args=(advertiser,), name="persia-standby", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -124,10 +126,8 @@ class Primary:
     def status(self) -> dict[str, str]:
         """For the status of the server."""
         standby = self._standby
-        return {
-            "replication": self._server.replication,
-            "standby": "" if standby is None else standby.address,
-        }
+        address = "" if standby is None else standby.address
+        return {"replication": self._server.replication, "standby": address}
 
     def handle_checkpoint(self, payload: bytes) -> bytes:
         """`handle` of the CheckpointService. A load changes rows without an operation: the standby is
@@ -199,8 +199,9 @@ class Primary:
         self._answered_at = time.monotonic()
         return state in ("copying", "replicating", "stalled")
 
-    def _run(self) -> None:
+    def _run(self, advertiser: Advertiser) -> None:
         while not self._is_closing.wait(_POLL_S / 2):
+            advertiser.publish_if_missed()
             standby, state = self._standby, self._server.replication
             self._presence.lasts_s()
             if standby is None:

@@ -367,3 +367,22 @@ def test_a_server_that_waits_for_its_standby_is_not_found_and_keeps_its_index(in
     index.await_state("stalled")
     assert directory.present(EMBEDDING_PARAMETER_SERVER, 1.0) == []
     assert starts_as_standby(index.replica.session, 0)
+
+
+def test_a_server_that_did_not_serve_when_it_was_asked_for_says_later_that_it_has_joined(
+    index: Index, make_session: Callable[[str], NatsSession]
+) -> None:
+    advertiser = Advertiser(index.replica.session, info(index), is_serving=lambda: index.replica.is_serving)
+    advertiser.start()
+    index.attach_dead()
+    index.await_state("stalled")
+    session, joined = make_session("connected again"), threading.Event()
+    watch: Any = Directory(session).watch(EMBEDDING_PARAMETER_SERVER, lambda _: joined.set())
+    watch._ask(session, EMBEDDING_PARAMETER_SERVER)  # as after a lost connection: once
+    assert not joined.is_set()
+    index.server.release_standby()
+    index.primary._standby = None
+    index.primary.start(advertiser)
+    assert joined.wait(60)
+    watch.close()
+    index.primary.close()

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.simulation import job
+pytest.importorskip("greenlet", reason="needs the 'test' extra: pip install 'persia[test]'")
+
+from benchmarks.simulation import job, kernel
 from benchmarks.simulation.library import PATH, Library
-from benchmarks.simulation.scenario import Outcome, run_seed
-from benchmarks.simulation.seeds import pool_of, run_seeds, undisturbed
+from benchmarks.simulation.scenario import Outcome, run_seed, undisturbed
+from benchmarks.simulation.seeds import pool_of, run_seeds
 from persia._native import BatchReference
+from persia.messaging.discovery import ServiceInfo
 from persia.pipeline import backend
-from persia.roles import standby
+from persia.roles import embedding_worker, standby
 
 pytestmark = pytest.mark.skipif(not PATH.exists(), reason="./run test and ./run simulate build the library")
 
@@ -67,8 +70,42 @@ def without_the_first_reference() -> list[Outcome]:
 
 def without_asking_who_has_the_rows() -> list[Outcome]:
     """A planted bug: a process that starts does not become the standby of the one that has the rows."""
-    job.starts_as_standby = standby.starts_as_standby = lambda *_: False
+    for module in (job, standby):
+        setattr(module, "starts_as_standby", lambda *_: False)  # noqa: B010
     return first_failure()
+
+
+def without_successors_of_the_second_server() -> list[Outcome]:
+    """A planted bug, seen with two servers: workers ignore who replaces the second one."""
+    connect = embedding_worker.ServerLinks.connect
+
+    def ignorant(self: embedding_worker.ServerLinks, server: ServiceInfo) -> None:
+        if server.index not in self._servers or server.index == 0:
+            connect(self, server)
+
+    embedding_worker.ServerLinks.connect = ignorant  # type: ignore[method-assign]
+    return first_failure()
+
+
+def without_a_new_copy_of_loaded_rows() -> list[Outcome]:
+    """A planted bug, seen after a roll-back: the standby keeps its rows when a checkpoint is loaded."""
+    standby.Primary._release_for_load = lambda self: None  # type: ignore[method-assign]
+    return first_failure()
+
+
+def without_an_end() -> list[Outcome]:
+    kernel._MAX_STEPS = 10_000
+
+    def spin(self: job.Job, process: kernel.Process) -> None:
+        while True:
+            self.kernel.sleep(0.0)
+
+    job.Job._load = spin  # type: ignore[method-assign]
+    return [run_seed(Library(), 1, expected={})]
+
+
+def test_a_seed_in_which_no_time_passes_fails() -> None:
+    assert [outcome.failure for outcome in in_a_process(without_an_end)] == ["no end within 10000 steps"]
 
 
 def test_the_protocol_holds_under_faults() -> None:
@@ -86,6 +123,14 @@ def test_seeds_repeat_in_another_process_and_order() -> None:
     assert in_a_process(forwards) == in_a_process(backwards)[::-1]
 
 
-@pytest.mark.parametrize("planted", [without_the_first_reference, without_asking_who_has_the_rows])
+@pytest.mark.parametrize(
+    "planted",
+    [
+        without_the_first_reference,
+        without_asking_who_has_the_rows,
+        without_successors_of_the_second_server,
+        without_a_new_copy_of_loaded_rows,
+    ],
+)
 def test_planted_bugs_are_found(planted: Callable[[], list[Outcome]]) -> None:
     assert in_a_process(planted)
