@@ -25,7 +25,6 @@ using client::EmbeddingBags;
 using client::EmbeddingBagsOptions;
 using client::PooledBags;
 using store::LookupMode;
-using store::StoreStats;
 using store::UpdateReport;
 
 // `counts_updates` costs four bytes a row, which is why it is asked for.
@@ -89,26 +88,11 @@ void SetRows(EmbeddingBags& self, uint32_t slot, py::handle ids, py::handle rows
 void BindReports(py::module_& module) {
   // Opaque: what a lookup hands to the update.
   py::class_<client::BagBatch, BagBatchPtr>(module, "BagBatch");
-  // Objects rather than dicts: users read them (EmbeddingBagCollection.stats()).
+  // An object rather than a dict: users read it.
   py::class_<UpdateReport>(module, "UpdateReport")
       .def_readonly("num_updated", &UpdateReport::num_updated)
       .def_readonly("num_missing", &UpdateReport::num_missing)
       .def_readonly("num_nonfinite", &UpdateReport::num_nonfinite);
-  py::class_<StoreStats>(module, "StoreStats")
-      .def_readonly("num_rows", &StoreStats::num_rows)
-      .def_readonly("memory_bytes", &StoreStats::memory_bytes)
-      .def_property_readonly("num_inserted",
-                             [](const StoreStats& s) { return s.lookups.num_inserted; })
-      .def_property_readonly("num_evicted",
-                             [](const StoreStats& s) { return s.lookups.num_evicted; })
-      .def_property_readonly("num_unadmitted",
-                             [](const StoreStats& s) { return s.lookups.num_unadmitted; })
-      .def_property_readonly("num_updated",
-                             [](const StoreStats& s) { return s.updates.num_updated; })
-      .def_property_readonly("num_missing",
-                             [](const StoreStats& s) { return s.updates.num_missing; })
-      .def_property_readonly("num_nonfinite",
-                             [](const StoreStats& s) { return s.updates.num_nonfinite; });
 }
 
 }  // namespace

@@ -336,10 +336,12 @@ void BindFront(py::module_& module) {
       .def("stop", Blocking(&Front::Stop), py::arg("timeout_s"))
       .def("set_inputs", &SetInputs, py::arg("model_name"), py::arg("ids"), py::arg("dense"),
            py::arg("by_name"), py::arg("allow_nonfinite"))
-      .def("check_tensors",
-           [](const Front& self, const py::bytes& message) {
-             RaiseIfError(self.CheckTensors(std::as_bytes(std::span(std::string_view(message)))));
-           })
+      .def(
+          "check_tensors",
+          [](const Front& self, const py::bytes& message) {
+            RaiseIfError(self.CheckTensors(std::as_bytes(std::span(std::string_view(message)))));
+          },
+          py::arg("message"))
       .def("fileno", &Front::events_fd)
       .def("take_events", &TakeEvents)
       .def(

@@ -20,6 +20,7 @@ using checkpoint::FileKind;
 using checkpoint::Loader;
 using checkpoint::Snapshot;
 using store::EmbeddingStore;
+using store::StoreStats;
 
 // Returns when the snapshot point is set. The rows are copied while parts are read, so the GIL is
 // needed only to hand the bytes over.
@@ -122,9 +123,29 @@ py::object PreparedCheckpoint(BoundStore& self, uint64_t number) {
                   "pool_id"_a = prepared->pool_id, "sequence"_a = prepared->sequence);
 }
 
+// An object rather than a dict: users read it (EmbeddingBagCollection.stats()).
+void BindStats(py::module_& module) {
+  py::class_<StoreStats>(module, "StoreStats")
+      .def_readonly("num_rows", &StoreStats::num_rows)
+      .def_readonly("memory_bytes", &StoreStats::memory_bytes)
+      .def_property_readonly("num_inserted",
+                             [](const StoreStats& s) { return s.lookups.num_inserted; })
+      .def_property_readonly("num_evicted",
+                             [](const StoreStats& s) { return s.lookups.num_evicted; })
+      .def_property_readonly("num_unadmitted",
+                             [](const StoreStats& s) { return s.lookups.num_unadmitted; })
+      .def_property_readonly("num_updated",
+                             [](const StoreStats& s) { return s.updates.num_updated; })
+      .def_property_readonly("num_missing",
+                             [](const StoreStats& s) { return s.updates.num_missing; })
+      .def_property_readonly("num_nonfinite",
+                             [](const StoreStats& s) { return s.updates.num_nonfinite; });
+}
+
 }  // namespace
 
 void BindStore(py::module_& module) {
+  BindStats(module);
   const auto num_parts = py::arg("num_parts") = 1;
   const auto max_waiting_bytes = py::arg("max_waiting_bytes") = 256 << 20;
   const auto patience_s = py::arg("patience_s") = 10.0;
