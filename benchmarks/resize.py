@@ -6,6 +6,7 @@ A job of separate processes trains all the time: a loader, a rank, NATS, an embe
 servers, all on this machine. For each change it prints what was moved and how fast, how long requests waited
 for the hand-over, the longest time between two steps, and the steps per second beside those of as much time
 just before and after. The longest time between two steps without a change tells what the machine adds.
+`--step-ms 20` lets the rank sleep in each step, as for a GPU, so that processors have time to spare.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def load(num_ids: int, size: int) -> None:
             )
 
 
-def train(times: str) -> None:
+def train(times: str, step_s: float) -> None:
     """The rank: writes when it has done a step, until it is killed."""
     model = torch.nn.Linear(DIM, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -78,6 +79,7 @@ def train(times: str) -> None:
             output, labels = ctx.forward(batch)
             assert labels is not None
             ctx.backward(torch.nn.functional.mse_loss(output, labels[0]))
+            time.sleep(step_s)
             file.write(f"{time.monotonic()}\n")
 
 
@@ -112,14 +114,15 @@ def await_steps(path: Path, number: int) -> None:
 @click.option("--ids", type=click.IntRange(min=1), default=50_000, show_default=True, help="Of each slot.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--warm-up", type=click.IntRange(min=1), default=200, show_default=True, help="Steps.")
-def main(sizes: str, ids: int, batch_size: int, warm_up: int) -> None:
+@click.option("--step-ms", type=click.FloatRange(min=0), default=0, help="Sleep of the rank in each step.")
+def main(sizes: str, ids: int, batch_size: int, warm_up: int, step_ms: float) -> None:
     numbers = [int(number) for number in sizes.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times"
         with LocalCluster(
             embedding_config=CONFIG, parameter_servers=numbers[0], env={"OMP_NUM_THREADS": "1"}
         ) as cluster:
-            cluster.start_nn_worker(__file__, "train", str(path))
+            cluster.start_nn_worker(__file__, "train", str(path), str(step_ms / 1e3))
             cluster.start_loader(__file__, "load", str(ids), str(batch_size))
             await_steps(path, warm_up)
             for number in numbers[1:]:
@@ -150,6 +153,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
         load(int(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1:2] == ["train"]:
-        train(sys.argv[2])
+        train(sys.argv[2], float(sys.argv[3]))
     else:
         main()
