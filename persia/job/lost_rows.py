@@ -56,6 +56,7 @@ class RowsGuard:
         self._directory, self._rule, self._on_lost = directory, rule, on_lost
         # Written by events and by the thread that trains: single operations of a dict are atomic.
         self._servers: dict[int, ServiceInfo] = {}
+        self._first: ServiceInfo | None = None  # that was seen
         self._lost: dict[int, ServiceInfo] = {}
         # The watch begins before the look: a restart between the two is seen by one of them.
         self._watch = directory.watch(EMBEDDING_PARAMETER_SERVER, self._on_event)
@@ -109,7 +110,10 @@ class RowsGuard:
             self._see(event.info)
 
     def _see(self, server: ServiceInfo) -> None:
-        known = self._servers.get(server.index, server)
+        first = self._first = self._first or server
+        # Of more servers than before: it should have rows of all those.
+        unseen = first if first.generation < server.generation else server
+        known = self._servers.get(server.index, unseen)
         if server.is_outranked_by(known):
             return
         self._servers[server.index] = server

@@ -74,7 +74,13 @@ class Coordinator:
             absence = error
         if any(report.state not in ("", _MOVED) for report in old):
             self._give_up(_LEFT)
-        new = self._steps.await_new()
+        try:
+            new = self._steps.await_new()
+        except (UnavailableError, DeadlineExceededError) as error:
+            # No old server has begun to send rows, so no new one was ever told to serve.
+            if absence is None and not any(report.state for report in old):
+                self._give_up(str(error))
+            raise
         # One that answers may have changed rows.
         if any(report.is_serving for report in new):
             return True

@@ -64,6 +64,7 @@ def command(
 
 
 def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: int) -> None:
+    from persia.errors import PermissionDeniedError
     from persia.launcher.coordinator import Coordinator, NotResizedError
 
     coordinator = Coordinator(session, generation, num_old, num_new, tell=partial(click.echo, err=True))
@@ -71,6 +72,9 @@ def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: in
         coordinator.run()
     except NotResizedError as error:
         click.echo(str(error), err=True)
+        sys.exit(_NOT_RESIZED)
+    except PermissionDeniedError as error:  # this broker has let no coordinator begin
+        click.echo(f"{error}: start the broker again, if it is of an earlier version", err=True)
         sys.exit(_NOT_RESIZED)
 
 

@@ -256,10 +256,11 @@ class Advertiser:
             if any(answer.incarnation == self.info.incarnation for answer in answers):
                 break
         for other in answers:
-            # The predecessor answers no more, nor will those whose rows this one gathers.
+            # The predecessor answers no more, nor will those whose rows this one gathers. And while others
+            # gather its rows, a server that has died is started again as what it was.
             if other.incarnation in (self.info.incarnation, self._replaces):
                 continue
-            if other.generation < self.info.generation:
+            if other.generation != self.info.generation:
                 continue
             if other.index == self.info.index:
                 raise FailedPreconditionError(

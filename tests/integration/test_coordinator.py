@@ -167,6 +167,31 @@ def test_a_new_server_that_dies_while_it_is_sent_rows_changes_nothing(
 
 
 @pytest.mark.timeout(600)
+def test_an_old_server_that_dies_is_started_again_beside_those_that_gather(
+    cluster: LocalCluster, new: NewServers
+) -> None:
+    coordinator, _ = make(cluster)
+    coordinator._steps.await_new()
+    cluster.restart("embedding-parameter-server-0")
+    assert serving(cluster, 0, NUM_OLD) == [True, True]
+    coordinator.run()
+    assert serving(cluster, 1, NUM_NEW) == [True, True, True]
+
+
+@pytest.mark.timeout(600)
+def test_a_new_server_that_dies_before_rows_move_ends_the_change(
+    cluster: LocalCluster, new: NewServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator, _ = make(cluster)
+    coordinator._steps.await_new()
+    new.kill(1)
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "5")  # to wait for it
+    with pytest.raises(NotResizedError, match="new parameter servers did not start"):
+        coordinator.run()
+    assert serving(cluster, 0, NUM_OLD) == [True, True]
+
+
+@pytest.mark.timeout(600)
 def test_new_servers_without_any_that_could_send_them_rows_begin_without(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

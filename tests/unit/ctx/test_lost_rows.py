@@ -43,7 +43,7 @@ def ctx(model: torch.nn.Module) -> Iterator[TrainCtx]:
 
 def start(session: LocalSession, incarnation: int, **more: Any) -> Advertiser:
     role = EMBEDDING_PARAMETER_SERVER
-    info = ServiceInfo(role=role, index=0, replicas=1, incarnation=incarnation, **more)
+    info = ServiceInfo(role=role, incarnation=incarnation, **{"index": 0, "replicas": 1, **more})
     server = Advertiser(session, info)
     server.start()
     return server
@@ -89,6 +89,17 @@ def test_servers_of_another_number_have_the_rows_unless_they_have_restarted() ->
     guard.check()
     second.stop()
     start(session, 3, generation=2)  # its predecessor of this generation was never seen
+    with pytest.raises(RowsLostError):
+        guard.check()
+
+
+def test_a_server_more_that_has_no_rows_has_lost_those_of_the_servers_before() -> None:
+    session = LocalSession(LocalBroker(), name="test")
+    first = start(session, 1)
+    guard = RowsGuard(Directory(session), OnLostRows.RAISE, lambda _: None)
+    first.stop()
+    start(session, 2, replicas=2, generation=1, has_rows=True)
+    start(session, 3, index=1, replicas=2, generation=1)
     with pytest.raises(RowsLostError):
         guard.check()
 
