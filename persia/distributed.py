@@ -254,8 +254,10 @@ def _limit_retransmission_pauses(others: Container[str]) -> None:
         if name in others:
             continue
         with contextlib.suppress(OSError):  # no connection of TCP, closed meanwhile, or an older Linux
+            is_blocking = os.get_blocking(number)
             connection = socket.socket(fileno=number)
             try:
+                os.set_blocking(number, is_blocking)  # socket.setdefaulttimeout() would have changed it
                 if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE):
                     connection.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, 1000)
                     # TCP would give up after 15 retransmissions, now seconds after the first.

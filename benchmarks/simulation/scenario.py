@@ -53,7 +53,7 @@ class Faults:
             "kill the loader": (1, lambda: self._kill("loader")),
         }
         if job.directory:
-            kinds["kill the rank"] = (1, self._kill_rank)
+            kinds["kill the rank"] = (1, lambda: self._kill("rank"))
             kinds["kill a server and its standby"] = (1, self._kill_pair)
         # Each seed has its own mixture: one kind alone finds other things than all together.
         self._kinds = {
@@ -100,10 +100,6 @@ class Faults:
             return None
         self.kernel.later(0.0, self._end)
         return self._kill(*self.job.server_names)
-
-    def _kill_rank(self) -> str | None:
-        # Known: its last update may wait for a frozen server, and change the rows that are loaded then.
-        return None if self._num_active else self._kill("rank")
 
     def _kill_pair(self) -> str | None:
         if len(self.job.trained) == self.job.num_batches:  # the rank may hear of it no more

@@ -117,6 +117,20 @@ Status BatchTable::WaitReturned(uint64_t counter, Deadline deadline) {
   return NotFound("batch ", counter, ", whose update is to come first, has ended without one");
 }
 
+Status BatchTable::AwaitRequests(Deadline deadline) {
+  std::unique_lock lock(mutex_);
+  std::vector<std::shared_ptr<Batch>> busy;
+  for (const auto& [counter, batch] : batches_) {
+    if (batch->busy) busy.push_back(batch);
+  }
+  const auto have_ended = [&] {
+    std::erase_if(busy, [](const auto& batch) { return !batch->busy; });
+    return busy.empty();
+  };
+  if (batch_free_.wait_until(lock, deadline, have_ended)) return Status::Ok();
+  return DeadlineExceeded("requests of before still work on ", busy.size(), " batches");
+}
+
 std::optional<BatchTable::Guard> BatchTable::NextToPrefetch(uint64_t limit) {
   const std::lock_guard lock(mutex_);
   // Those that a later batch has overtaken: they no longer count against the limit.

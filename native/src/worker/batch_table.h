@@ -105,6 +105,9 @@ class BatchTable {
   // is not returned yet.
   Status WaitReturned(uint64_t counter, Deadline deadline);
 
+  // Waits until the requests that work on a batch now have ended. kDeadlineExceeded: some have not.
+  Status AwaitRequests(Deadline deadline);
+
   // Acquires the oldest waiting batch that this has not returned before. Nothing if `limit` of
   // those that it returned still wait for their lookup. One that a later batch has overtaken does
   // not count as waiting: its rank may have been killed and never ask for it.

@@ -256,6 +256,17 @@ void Work(BatchTable& table, uint32_t seed, std::vector<std::atomic<int>>& num_h
   }
 }
 
+TEST(BatchTableTest, RequestsInProgressAreAwaited) {
+  BatchTable table({});
+  std::optional<BatchTable::Guard> update(Take(table, Add(table)));
+  Add(table);  // no request works on it
+  EXPECT_EQ(table.AwaitRequests(Soon()).code(), StatusCode::kDeadlineExceeded);
+  auto waited = std::async([&] { return table.AwaitRequests(Late()); });
+  EXPECT_EQ(waited.wait_for(std::chrono::milliseconds(20)), std::future_status::timeout);
+  update.reset();
+  EXPECT_TRUE(waited.get().ok());
+}
+
 TEST(BatchTableTest, NoBatchIsLostUnderConcurrentUse) {
   BatchTable table({.max_waiting_per_loader = 20, .max_in_flight = 10, .expiry = seconds(0)});
   std::vector<std::atomic<int>> num_holders(1 << 16);

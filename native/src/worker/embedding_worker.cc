@@ -142,6 +142,8 @@ Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadl
   PERSIA_RETURN_IF_ERROR(full.Validate());
   PERSIA_RETURN_IF_ERROR(
       ForPresentServers([&](uint32_t) { return rows_->Configure(full, replace, deadline); }));
+  // The update of a rank that has died must not change the rows that its successor loads.
+  PERSIA_RETURN_IF_ERROR(table_.AwaitRequests(deadline));
   const std::lock_guard lock(config_mutex_);
   config_ = full;
   return Status::Ok();

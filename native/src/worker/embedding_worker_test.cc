@@ -240,6 +240,22 @@ TEST_F(EmbeddingWorkerTest, ConfigureIsIdempotentAndRefusesAnother) {
   EXPECT_EQ(worker_->Configure(other, true, InAMinute()).code(), StatusCode::kInvalidArgument);
 }
 
+// An update of a rank that has died would change the rows that its successor loads.
+TEST_F(EmbeddingWorkerTest, ConfigureAwaitsRequestsInProgress) {
+  std::promise<void> entered, may_end;
+  rows_->before_lookup = [&] {
+    entered.set_value();
+    may_end.get_future().wait();
+  };
+  auto request = std::async(std::launch::async, [&] { return LookupCode(Register(batch_)); });
+  entered.get_future().wait();
+  const auto now = std::chrono::steady_clock::now();
+  EXPECT_EQ(worker_->Configure(TrainConfig(), false, now).code(), StatusCode::kDeadlineExceeded);
+  may_end.set_value();
+  EXPECT_EQ(request.get(), StatusCode::kOk);
+  Configure();
+}
+
 TEST_F(EmbeddingWorkerTest, ReleaseIsIdempotent) {
   const BatchKey waiting = Register(batch_), flying = RegisterAndLookUp(batch_);
   for (int i = 0; i < 2; ++i) {
