@@ -409,10 +409,11 @@ class GradientSender:
     def _done(self, lease: BatchLease, failure: PersiaError | None) -> None:
         first = False
         lease.release()
+        if failure is not None:  # perhaps before its call; it may wait for a lock, so not below
+            self._backend.forget(lease.reference)
         with self._changed:
             self._unacknowledged.discard(lease)
             if failure is not None:
-                self._backend.forget(lease.reference)  # it may have failed before its call
                 self.counters.add(batches_failed=1)
                 first = self._failure is None
                 self._failure = self._failure or failure
