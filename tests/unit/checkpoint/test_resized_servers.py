@@ -228,6 +228,7 @@ def test_nothing_else_waits_for_the_snapshot_of_a_dump(job: Job, tmp_path: Path)
 class SlowServer:
     """In place of a native server: is given up while it begins to copy."""
 
+    was_sent_rows = has_handed_over = False
     incarnation, transfer, transfer_refusal = 1, None, ""
 
     def __init__(self) -> None:
