@@ -56,9 +56,9 @@ def test_a_killed_worker_changes_no_result(start_job: Any, run_job: Any, tmp_pat
 
 def test_a_server_that_is_started_again_ends_the_training(start_job: Any, tmp_path: Path) -> None:
     gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
-    options = (*EXACT, "--staleness", "8", *gate, "--on-lost-rows", "continue")
+    options = (*EXACT, "--staleness", "8", "--ahead", "4", *gate, "--on-lost-rows", "continue")
     job = start_job(*options, loaders=[["--batches", "3000"]], env=PATIENT)
-    await_output(job.nn_worker, "batch 11")
+    await_output(job.nn_worker, "at the gate")
     job.cluster.restart("embedding-parameter-server-0")
     (tmp_path / "gate").touch()
     assert job.finish_nn_worker() != 0
@@ -73,14 +73,14 @@ def test_a_standby_that_takes_over_ends_the_training(start_job: Any, tmp_path: P
     gate = ("--gate", str(tmp_path / "gate"), "--gate-at", "12")
     config = {"embedding_parameter_server_config": {"num_hashmap_internal_shards": 2, "standbys": 1}}
     job = start_job(
-        *(*EXACT, "--staleness", "8", *gate),
+        *(*EXACT, "--staleness", "8", "--ahead", "4", *gate),
         loaders=[["--batches", "3000"]],
         env=PATIENT,
         global_config=config,
         parameter_servers=2,
     )
     await_standbys(job)
-    await_output(job.nn_worker, "batch 11")
+    await_output(job.nn_worker, "at the gate")
     job.cluster.kill("embedding-parameter-server-0")
     await_log(job, "embedding-parameter-server-0-standby", "its standby takes over")
     (tmp_path / "gate").touch()

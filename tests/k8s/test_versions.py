@@ -46,7 +46,7 @@ def addresses(namespace: Namespace, service: str) -> set[str]:
 def test_a_canary_has_the_share_of_its_servers(
     namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
 ) -> None:
-    (block,) = re.findall(r"```yaml\n(apiVersion: v1\nkind: Service.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    block, *_ = re.findall(r"```yaml\n(apiVersion: v1\nkind: Service.*?)```", DOCUMENT.read_text(), re.DOTALL)
     service = yaml.safe_load(block)
     service["metadata"]["namespace"] = namespace.name
     namespace.kube.create(service)

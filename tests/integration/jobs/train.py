@@ -63,7 +63,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
     parser.add_argument("--gate", type=Path, default=None, help="wait for this file before batch --gate-at")
     parser.add_argument("--gate-at", type=int, default=-1)
-    parser.add_argument("--ahead", type=int, default=0, help="batches in flight before the first step")
+    parser.add_argument(
+        "--ahead", type=int, default=0, help="batches in flight before the first step and at the gate"
+    )
     parser.add_argument("--dump", default=None, help="a checkpoint there after --dump-after batches")
     parser.add_argument("--dump-after", type=int, default=-1)
     parser.add_argument("--dump-at-the-end", action="store_true", help="also after an error")
@@ -103,6 +105,8 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         if position == options.gate_at:
             from loader import wait_for_gate
 
+            wait_until_ahead(ctx, options.ahead)
+            print("at the gate", flush=True)
             wait_for_gate(options.gate)
         time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()
