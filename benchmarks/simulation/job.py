@@ -80,7 +80,7 @@ class Job:
     sessions: dict[int, Session] = field(default_factory=dict)
     roles: dict[str, Role] = field(default_factory=dict)
     reads: bool = False
-    directory: str = ""  # of checkpoints, to the newest of which the job goes back; empty: it takes none
+    directory: str = ""  # of checkpoints; the job returns to the newest one; empty: it takes none
     may_lose_rows: bool = False  # both copies, by faults of a server and the broker at a time
     has_lost_rows: bool = False
     num_roll_backs: int = 0

@@ -75,7 +75,7 @@ class Process:
         self.kernel.library.kill(self.number)
         for callback in self.on_killed:
             callback()
-        # At once, wherever it is: also one that was about to go on, whose event is dropped.
+        # At once, wherever it is: also one that was about to run, whose event is dropped.
         for thread in tuple(self.threads):
             self.kernel.at(self.kernel.now, thread.unwind)
 

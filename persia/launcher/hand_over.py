@@ -1,4 +1,4 @@
-"""The requests of a change of the number of parameter servers (ADR 34), whoever starts and ends the servers.
+"""The requests of a change of the number of parameter servers (ADR 34), for each of its coordinators.
 
 A server is named by its generation and its index, as on the broker.
 """

@@ -325,7 +325,7 @@ def test_an_answer_to_a_publish_that_has_given_up_does_not_end_the_reading(job_n
         os.kill(process.pid, signal.SIGSTOP)
         try:
             with pytest.raises((UnavailableError, DeadlineExceededError)):
-                client.publish("news", b"nobody reads it")
+                client.publish("news", b"without a reader")
         finally:
             os.kill(process.pid, signal.SIGCONT)
         assert client.request("echo", b"hello", DEADLINE_S) == b"hello"

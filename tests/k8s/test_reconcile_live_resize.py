@@ -197,7 +197,7 @@ def test_a_new_server_that_starts_again_after_it_took_over_has_lost_its_rows(cha
     again = replace(NEW_SERVERS[1], **changes)
     plan = one_pass(TWO, at(Stage.ENDING), with_pods(everything(ONE), NEW_SERVERS[0], again))
     assert conditions_of(plan)["RowsComplete"] == (False, "ServerRestarted")
-    assert plan.delete_pods == []  # it finds out by itself
+    assert plan.delete_pods == []  # the server finds out
 
 
 def test_a_job_that_failed_in_this_pass_begins_nothing() -> None:

@@ -89,7 +89,7 @@ void UpdateGroup(const GroupBatch& group, const float* gradients, size_t stride,
 }
 
 // Single-valued groups whose columns follow one another: the gradient is read once, from front to
-// back, and added to the sums of all their rows. Wide rows gain most: a slot by itself would touch
+// back, and added to the sums of all their rows. Wide rows gain most: one slot alone would touch
 // another page of the gradient for every sample.
 void UpdateSingle(std::span<const GroupBatch> groups, const float* gradients, size_t stride,
                   InPlaceRows* store, UpdateReport* report) {
