@@ -1,5 +1,6 @@
-// Fields of a protobuf message, as they are encoded. Of groups, which no message of ours has, and
-// of anything that does not fit its bytes, reading fails.
+// Fields of a protobuf message, as they are encoded. A group, which no message of ours has, is
+// skipped, as Python's reader does: what follows it is read there too, and so counted here. Of
+// anything that does not fit its bytes, reading fails.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,14 @@ namespace persia::serving {
 // Bounds-checked; views point into the message. Not thread-safe.
 class ProtoReader {
  public:
-  enum Wire : uint8_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+  enum Wire : uint8_t {
+    kVarint = 0,
+    kFixed64 = 1,
+    kBytes = 2,
+    kGroup = 3,
+    kGroupEnd = 4,
+    kFixed32 = 5
+  };
   struct Field {
     uint32_t number = 0;
     Wire wire = kVarint;
@@ -38,12 +46,10 @@ class ProtoReader {
     field->number = static_cast<uint32_t>(tag >> 3);
     field->wire = static_cast<Wire>(tag & 7);
     ok_ = ok_ && tag <= kMaxTag && field->number != 0;
-    switch (field->wire) {
-      case kVarint: field->value = Varint(); break;
-      case kFixed64: field->bytes = Take(8); break;
-      case kBytes: field->bytes = Take(Varint()); break;
-      case kFixed32: field->bytes = Take(4); break;
-      default: ok_ = false;
+    if (field->wire == kGroup) {
+      SkipGroup();
+    } else {
+      ReadValue(field);
     }
     return ok_;
   }
@@ -64,6 +70,29 @@ class ProtoReader {
   bool ok() const { return ok_; }
 
  private:
+  void ReadValue(Field* field) {
+    switch (field->wire) {
+      case kVarint: field->value = Varint(); break;
+      case kFixed64: field->bytes = Take(8); break;
+      case kBytes: field->bytes = Take(Varint()); break;
+      case kFixed32: field->bytes = Take(4); break;
+      default: ok_ = false;
+    }
+  }
+  // With the groups in it.
+  void SkipGroup() {
+    for (uint64_t depth = 1; depth > 0 && ok_;) {
+      Field field;
+      field.wire = static_cast<Wire>(Varint() & 7);
+      if (field.wire == kGroup) {
+        ++depth;
+      } else if (field.wire == kGroupEnd) {
+        --depth;
+      } else {
+        ReadValue(&field);
+      }
+    }
+  }
   std::span<const std::byte> Take(uint64_t size) {
     if (!ok_ || size > rest_.size()) {
       ok_ = false;
