@@ -48,6 +48,7 @@ def plan(num_kills: int, settings: Settings, roles: Sequence[str], seed: int) ->
 @click.option("--batches", type=click.IntRange(min=100), default=None, help="Default: 100 and 20 a kill.")
 @click.option("--ranks", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--standbys", type=click.IntRange(0, 1), default=0, show_default=True, help="Of each server.")
+@click.option("--device", type=click.IntRange(min=0), help="CUDA device of all ranks. [default: the CPU]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--roles", type=click.Choice(ROLES), multiple=True, default=ROLES, help="Of processes to kill.")
 @click.option("--results", type=click.Path(path_type=Path), help="File to which the kills are added.")
@@ -59,6 +60,7 @@ def main(
     batches: int | None,
     ranks: int,
     standbys: int,
+    device: int | None,
     seed: int,
     roles: tuple[str, ...],
     results: Path | None,
@@ -69,6 +71,7 @@ def main(
         batches=total,
         ranks=ranks,
         standbys=standbys,
+        device=device,
         spare_restarts=num_kills,
         deadline_s=600 + 120 * num_kills,
     )

@@ -63,6 +63,11 @@ class Settings:
     spare_restarts: int = 0  # besides one for each kill: on a busy machine, processes miss deadlines
     deadline_s: float = 600.0
     scripts: tuple[str, str] = ("recovered.py", "loader.py")  # of ranks and of data loaders
+    device: int | None = None  # of CUDA, of the ranks; None: the CPU
+
+    @property
+    def device_arguments(self) -> list[str]:
+        return [] if self.device is None else [str(self.device)]
 
 
 @dataclass
@@ -133,7 +138,10 @@ def alone(folder: Path, settings: Settings) -> subprocess.Popen[str]:
     script, slots = str(SCRIPTS / settings.scripts[0]), _write_slots(folder)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PERSIA_", "RANK"))}
     return subprocess.Popen(
-        [sys.executable, script, str(folder), str(settings.every_steps), "0", str(settings.batches)],
+        [
+            *(sys.executable, script, str(folder), str(settings.every_steps), "0", str(settings.batches)),
+            *settings.device_arguments,
+        ],
         env={**env, "OMP_NUM_THREADS": "1", "PERSIA_EMBEDDING_CONFIG": str(slots)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -193,6 +201,7 @@ def _command(folder: Path, settings: Settings, max_restarts: int) -> list[str]:
         *("--data-loaders", "2"),
         *("--nproc-per-node", str(settings.ranks)),
         *("--", str(folder), str(settings.every_steps), str(settings.pace_s), str(settings.batches)),
+        *settings.device_arguments,
     ]
 
 

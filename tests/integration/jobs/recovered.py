@@ -1,7 +1,7 @@
 """A training script with a recovery: an ordinary loop, which writes down what it has trained.
 
 Its arguments are a folder, the steps between two checkpoints, the seconds between two batches, and the number
-of batches, which the script makes itself where there is no broker.
+of batches, which the script makes itself where there is no broker. One more is the CUDA device to train on.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def training(model: torch.nn.Module, folder: Path, **recovery: Any) -> Iterator[
         mixed_precision=False,
         recovery=Recovery(folder / "recovery", **recovery),
         on_lost_rows="recover",
+        device_id=int(sys.argv[5]) if len(sys.argv) > 5 else None,
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
