@@ -23,6 +23,9 @@ from train import Model, digest, feed
 @contextmanager
 def training(model: torch.nn.Module, folder: Path, **recovery: Any) -> Iterator[tuple[TrainCtx, TextIO]]:
     """The context, and the file that takes lines of what it trains; dumps what it has trained at the end."""
+    device = int(sys.argv[5]) if len(sys.argv) > 5 else None
+    if device is not None:
+        model.cuda(device)
     ctx = TrainCtx(
         model=model,
         embedding_optimizer=optim.Adagrad(lr=0.05),
@@ -31,7 +34,7 @@ def training(model: torch.nn.Module, folder: Path, **recovery: Any) -> Iterator[
         mixed_precision=False,
         recovery=Recovery(folder / "recovery", **recovery),
         on_lost_rows="recover",
-        device_id=int(sys.argv[5]) if len(sys.argv) > 5 else None,
+        device_id=device,
     )
     with ctx, (folder / f"rank{ctx.rank}.log").open("a", buffering=1) as log:
         log.write(f"begin {ctx.step}\n")
