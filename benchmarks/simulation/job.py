@@ -37,7 +37,7 @@ from persia.pipeline import backend
 from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.receive import StreamReceiver
 from persia.pipeline.send import BatchSender, RegisterBatchHandler
-from persia.roles.embedding_worker import ServerLinks
+from persia.roles.embedding_worker import ServerLinks, release_waiting
 from persia.roles.replica import Replica, config_hash, starts_as_standby
 from persia.roles.standby import Pair
 from persia.storage.location import Location
@@ -47,7 +47,6 @@ NUM_BATCHES = 24
 _MODES = ("",)
 _SCHEMA = "simulation"
 _MAX_WAITING = 8
-_MAX_WAITING_OF_ROLL_BACKS = 64  # batches of a rank that has died keep their places until they expire
 _NUM_WORKERS = 2
 _BROKER_HOST = 1
 _READ_S = 0.3
@@ -244,9 +243,7 @@ class Job:
         session = self._connect(process)
         directory = Directory(session)
         servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
-        worker: Any = native.EmbeddingWorker(
-            len(servers), _MAX_WAITING_OF_ROLL_BACKS if self.directory else _MAX_WAITING
-        )
+        worker: Any = native.EmbeddingWorker(len(servers), _MAX_WAITING)
         self.workers.append(worker)
         links = ServerLinks(worker, len(servers))
         for server in servers:
@@ -265,6 +262,7 @@ class Job:
         )
         responder = RegisterBatchHandler.of_worker(worker)
         Advertiser(session, info).start(lambda: session.respond(session.subjects.ids(index), responder))
+        directory.watch(NN_WORKER, partial(release_waiting, worker))
         while True:
             self.kernel.sleep(3600.0)
 
@@ -298,7 +296,7 @@ class Job:
             assert batch.reference is not None
             result = workers.lookup(batch.reference, requires_grad=True, id_features=batch.id_features)
             self.kernel.sleep(self.kernel.random.uniform(0.0, 2 * self.step_s))
-            workers.return_gradients(batch.reference, result, scale=1.0)  # type: ignore[arg-type]
+            workers.return_gradients(result.reference, result, scale=1.0)  # type: ignore[arg-type]
             stream.yielded(batch.batch_id)
             self.trained.append(batch.batch_id)
             self.kernel.log("step %d", batch.batch_id)

@@ -107,8 +107,8 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         discovery: both,
         waiting: {"time": Clock},
         queues: both,
-        failover: {**both, "socket": _Sockets},
-        backend: {**both, "RemoteClient": native.RemoteClient, "DaemonPool": _Pool},
+        failover: {**both, "socket": _Sockets, "DaemonPool": _Pool},
+        backend: {**both, "RemoteClient": native.RemoteClient},
         loader_watch: {"time": Clock},
         receive: both,
         send: {"time": Clock, "random": kernel.random},
@@ -121,7 +121,7 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         },
     }
     environment = {"PERSIA_DEADLINE_SEC": str(DEADLINE_S), "PERSIA_LOADER_SILENCE_SEC": "60"}
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     logger = get_default_logger()
     handlers, logger.handlers = logger.handlers, [_Handler()] if kernel.trace else []
@@ -131,5 +131,8 @@ def simulated(kernel: Kernel) -> Iterator[None]:
             yield
     finally:
         logger.handlers, logger.disabled = handlers, disabled
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

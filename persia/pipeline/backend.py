@@ -30,10 +30,9 @@ from persia._native import (
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, is_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, find_down
 from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
@@ -44,8 +43,6 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
 # A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
 _PROBE_S = 5.0
-
-_MAX_LOOKS = 32  # at workers, at a time
 
 # After an update that an exact context has applied, and the servers have not.
 NEW_CONTEXT = "begin a new context and load a checkpoint there"
@@ -245,15 +242,14 @@ class ClusterBackend(EmbeddingBackend):
         call = partial(super().lookup, requires_grad=requires_grad, slots=slots, as_rows=as_rows)
         if id_features is None:
             return self._call_holder(reference, call)
-        if not requires_grad:
-            try:
-                return self._call_worker(call, reference)
-            except (NotFoundError, UnavailableError):
-                # Another worker does as well: no gradients follow.
-                return self.lookup_direct(
-                    bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
-                )
-        return self.look_up_held(reference, id_features, call)
+        form: dict[str, Any] = {"requires_grad": requires_grad, "slots": slots, "as_rows": as_rows}
+        look_up_anew: Callable[[], LookupResult] = lambda: self.lookup_direct(bytes(id_features), **form)  # noqa: E731
+        if requires_grad:
+            return self.look_up_held(reference, id_features, call, look_up_anew)
+        try:
+            return self._call_worker(call, reference)
+        except (NotFoundError, UnavailableError):  # another worker does too: no gradients follow
+            return look_up_anew()
 
     def look_up_anywhere(
         self, id_features: bytes | memoryview, call: Callable[[], LookupResult]
@@ -264,15 +260,26 @@ class ClusterBackend(EmbeddingBackend):
         return result
 
     def look_up_held(
-        self, reference: BatchReference, id_features: bytes | memoryview, call: HeldLookup
+        self,
+        reference: BatchReference,
+        id_features: bytes | memoryview,
+        call: HeldLookup,
+        look_up_anew: Callable[[], LookupResult],
     ) -> LookupResult:
-        """A training lookup by `call`, at the worker that holds the batch."""
+        """The first training lookup of a batch, by `call` at its worker.
+
+        `look_up_anew`: at any worker, if that one has expired the batch, or released it for a new rank.
+        """
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)
+        except NotFoundError:
+            self._held.forget(reference)
         except BaseException:
             self._held.forget(reference)
             raise
+        # Under a new key: this rank has sent no update under the first one, a predecessor may have.
+        return look_up_anew()
 
     def lookup_direct(
         self,
@@ -393,7 +400,7 @@ class ClusterBackend(EmbeddingBackend):
             if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
                 return False
             self._dead[incarnation] = _Dead(worker, now + _PROBE_S)
-        if is_down(worker.address):
+        if find_down([worker]):
             return False
         answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
         if answer is None or answer.incarnation != incarnation:
@@ -432,9 +439,9 @@ class ClusterBackend(EmbeddingBackend):
         """
         workers = list(self._workers.values())
         suspects = [worker for worker in workers if None in indices or worker.index in indices]
-        dead = _down(suspects)
+        dead = find_down(suspects)
         others = [w for w in workers if w not in dead and w.incarnation not in self._left]
-        if not dead or len(_down(others)) == len(others):
+        if not dead or len(find_down(others)) == len(others):
             return
         for worker in dead:
             with self._lock:
@@ -470,29 +477,23 @@ class ClusterBackend(EmbeddingBackend):
         if self._remote is None:
             return
         worker = event.info
+        if event.kind is EventKind.LEFT:
+            with self._lock:
+                # A successor at its index may have joined before.
+                known = self._workers.get(worker.index)
+                if known is not None and known.incarnation == worker.incarnation:
+                    self._left.add(worker.incarnation)
+                    self._remote.retire_worker(worker.index)
+            get_default_logger().info("%s has left: it gets no more batches", worker)
+            return
+        self._use(worker)
+        # Not on the thread of events: one that dies now is waited for until its successor has joined.
+        threading.Thread(target=self._configure_newcomer, args=(worker,), daemon=True).start()
+
+    def _configure_newcomer(self, worker: ServiceInfo) -> None:
         try:
-            if event.kind is EventKind.LEFT:
-                with self._lock:
-                    # A successor at its index may have joined before.
-                    known = self._workers.get(worker.index)
-                    if known is not None and known.incarnation == worker.incarnation:
-                        self._left.add(worker.incarnation)
-                        self._remote.retire_worker(worker.index)
-                get_default_logger().info("%s has left: it gets no more batches", worker)
-                return
-            self._use(worker)
             if self._config is not None:  # workers keep it for servers that restart
                 # Not kept here: a newer one may have been accepted meanwhile.
                 self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
             get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
-
-
-def _down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
-    """Those of the workers that are down. Looks at them side by side, as each may take seconds."""
-    pool = DaemonPool(_MAX_LOOKS, "persia-look-at-worker")
-    try:
-        answers = [pool.submit(is_down, worker.address) for worker in workers]
-        return [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
-    finally:
-        pool.close()
