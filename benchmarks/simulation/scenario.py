@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
@@ -192,15 +193,17 @@ def run_seed(
     has_faults = expected is not None
     outcome = Outcome(seed)
     kernel = Kernel(library, seed, trace=trace)
-    with simulated(kernel), TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as directory:
+    with simulated(kernel), ExitStack() as stack:
         rng = kernel.random
         job = Job(
             kernel,
             deadline_s=rng.choice((2, 3, 4)),
             reads=has_faults and rng.random() < _READS,
             num_servers=num_servers or 1 + (rng.random() < _TWO_SERVERS),
-            directory=directory if has_faults and rng.random() < _ROLLS_BACK else "",
         )
+        if has_faults and rng.random() < _ROLLS_BACK:
+            folder = TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None)
+            job.directory = stack.enter_context(folder)
         if has_faults:
             Faults(job, outcome).start()
         job.start()

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from benchmarks.simulation import native
@@ -14,10 +15,12 @@ from persia import waiting
 from persia.checkpoint import checkpoints, coordinator, operation, server_job, service
 from persia.logger import get_default_logger
 from persia.messaging import discovery
+from persia.messaging.payloads import JsonMessage
 from persia.pipeline import backend, failover, loader_watch, queues, receive, send
 from persia.roles import embedding_worker, replica, standby
 
 DEADLINE_S = 120.0
+_MESSAGES = 1000  # that are kept decoded and encoded
 
 
 class _Sockets:
@@ -88,6 +91,24 @@ class _Pool:
     def close(self) -> None: ...
 
 
+class _Json:
+    """`encode` and `decode` of JsonMessage. Polls and their answers are most messages: they are kept."""
+
+    _KEPT = (discovery.ServiceInfo, discovery.ServiceEvent, replica.Message)  # immutable
+    _encode, _decode = JsonMessage.encode, vars(JsonMessage)["decode"].__func__
+    _encoded: Any = lru_cache(_MESSAGES)(_encode)
+    _decoded: Any = lru_cache(_MESSAGES)(_decode)
+
+    def encode(self: Any) -> bytes:
+        function = _Json._encoded if isinstance(self, _Json._KEPT) else _Json._encode
+        return function(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Any:
+        function = _Json._decoded if cls in _Json._KEPT else _Json._decode  # type: ignore[comparison-overlap]
+        return function(cls, bytes(payload))
+
+
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         Kernel.current.log("  %s", record.getMessage())
@@ -108,6 +129,7 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         waiting: {"time": Clock},
         queues: both,
         failover: {**both, "socket": _Sockets, "DaemonPool": _Pool},
+        JsonMessage: {name: vars(_Json)[name] for name in ("encode", "decode")},
         backend: {**both, "RemoteClient": native.RemoteClient},
         loader_watch: {"time": Clock},
         receive: both,
