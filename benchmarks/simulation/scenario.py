@@ -19,6 +19,7 @@ _FAULTS_END_S = 40.0
 _LIMIT_S = 240.0
 _LIMIT_OF_ROLL_BACKS_S = 600.0  # a server forgets the dump of a rank that has died after a minute
 _SETTLED_S = 60.0
+_APPLIED_S = 0.25  # until it has applied the log that it has: longer than threads pause
 _MEMORY = "/dev/shm"  # for checkpoints, where there is one
 # Shares of the seeds: with reads beside the training, and with a second parameter server.
 _READS = 0.3
@@ -257,8 +258,8 @@ def _compare(job: Job, outcome: Outcome, expected: Digests | None) -> str:
         assert process is not None
         job.kernel.spawn(process, lambda: digests.__setitem__(name, server.digest()))
 
-    # The standby applies its log behind the primary.
-    job.kernel.run(lambda: False, job.kernel.elapsed_s + 1.0)
+    # The standby has its log, and applies it behind the primary.
+    job.kernel.run(lambda: False, job.kernel.elapsed_s + _APPLIED_S)
     for index, pair in enumerate(job.pairs):
         if len(primaries := job.primaries(index)) != 1:
             return f"{len(primaries)} primaries of {pair}"

@@ -27,8 +27,10 @@ from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline import backend as backend_module
 from persia.pipeline import failover
 from persia.pipeline.backend import ClusterBackend
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
 from persia.pipeline.send import BatchSender
+from persia.pipeline.staleness import served_slots
 from persia.waiting import Attempts
 
 IDS = _native.encode_id_features(
@@ -256,6 +258,23 @@ def test_a_batch_that_its_worker_has_released_for_a_new_rank_is_looked_up_again(
         after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
         np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
     assert backend._held._batches == {}
+
+
+def test_an_exact_context_looks_a_released_batch_up_again(cluster: Cluster, backend: ClusterBackend) -> None:
+    slots = [_native.SlotConfig(name="a", dim=2)]
+    backend.client.begin_exact(slots=slots, feature_index_prefix_bit=8, served=served_slots(("",)))
+    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
+    exact = ExactCalls(backend)
+    reference = register(cluster, 1)
+    cluster.workers[1].release_waiting()
+    moved = exact.look_up(reference, IDS).reference
+    before = exact.pool(moved).slots[0].rows.copy()
+    exact.apply(moved, GRADIENT, 1.0)
+    assert backend.return_gradients(moved, GRADIENT, scale=1.0).num_updated == 1
+    after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+    np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
+    assert backend._held._batches == {}
+    backend.client.end_exact()
 
 
 def test_an_evaluation_goes_on_at_another_worker(cluster: Cluster, backend: ClusterBackend) -> None:
