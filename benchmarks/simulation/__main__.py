@@ -1,6 +1,6 @@
 """Runs the protocol under faults that follow from seeds; prints the seeds that fail, and how to repeat them.
 
-docs/recovery.md, "Simulation", says what is real and what is checked.
+docs/performance_recovery.md, "Simulation", says what is real and what is checked.
 """
 
 from __future__ import annotations

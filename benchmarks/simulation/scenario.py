@@ -24,6 +24,7 @@ _MEMORY = "/dev/shm"  # for checkpoints, where there is one
 # Shares of the seeds: with reads beside the training, and with a second parameter server.
 _READS = 0.3
 _TWO_SERVERS = 0.2
+_TWO_LOADERS = 8  # one seed in so many has two data loaders, none of which found a bug with one
 _ROLLS_BACK = 0.1  # takes checkpoints and goes back to them
 
 
@@ -52,7 +53,7 @@ class Faults:
             "cut a host off": (2, self._cut_host),
             "restart the broker": (1, self._restart_broker),
             "kill a worker": (1, lambda: self._kill("worker 0", "worker 1")),
-            "kill the loader": (1, lambda: self._kill("loader")),
+            "kill a loader": (1, lambda: self._kill(*job.loader_names)),
         }
         if job.directory:
             kinds["kill the rank"] = (1, lambda: self._kill("rank"))
@@ -201,6 +202,7 @@ def run_seed(
             deadline_s=rng.choice((2, 3, 4)),
             reads=has_faults and rng.random() < _READS,
             num_servers=num_servers or 1 + (rng.random() < _TWO_SERVERS),
+            num_loaders=1 + (has_faults and seed % _TWO_LOADERS == 5),  # not drawn: seeds stay what they are
         )
         if has_faults and rng.random() < _ROLLS_BACK:
             folder = TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +32,11 @@ from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, find_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, DeadWorker, HeldBatches, find_down
 from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
+from persia.waiting import Attempts
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
@@ -175,11 +176,6 @@ class EmbeddingBackend:
         """The client closes its connections when it is destroyed."""
 
 
-class _Dead(NamedTuple):
-    worker: ServiceInfo
-    next_look: float  # by time.monotonic(): whether it lives
-
-
 class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
@@ -195,7 +191,7 @@ class ClusterBackend(EmbeddingBackend):
         self._lock = threading.Lock()  # guards changes of which workers are used
         self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
         self._left: set[int] = set()  # incarnations of those among them that have left in order
-        self._dead: dict[int, _Dead] = {}  # by incarnation
+        self._dead: dict[int, DeadWorker] = {}  # by incarnation
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
@@ -369,12 +365,7 @@ class ClusterBackend(EmbeddingBackend):
         # A loader may have discovered a new worker, or a successor, before this process has.
         known = self._workers.get(index)
         if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
-            worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-            if worker is None:
-                raise UnavailableError(
-                    f"embedding worker {index} does not answer, which a data loader has used"
-                )
-            self._use(worker)
+            self._find(index, known)
         while True:
             num_dropped = self._count_dropped()
             try:
@@ -386,6 +377,16 @@ class ClusterBackend(EmbeddingBackend):
                 lives = worker is not None and worker.incarnation == incarnation
                 if self._count_dropped() == num_dropped or not lives:
                     raise
+
+    def _find(self, index: int, known: ServiceInfo | None) -> None:
+        """Waits until a worker is used at `index` that is not `known`. The broker may be away."""
+        for _ in Attempts(self._deadline_s, pause_s=0.2):
+            with contextlib.suppress(UnavailableError):
+                if worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S):
+                    return self._use(worker)
+            if self._workers.get(index) is not known:  # it has joined meanwhile
+                return
+        raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
 
     def _lives_after_all(self, incarnation: int) -> bool:
         """Whether a dead worker answers again: loaders may reach it and give it batches.
@@ -399,7 +400,7 @@ class ClusterBackend(EmbeddingBackend):
             worker, now = dead.worker, time.monotonic()
             if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
                 return False
-            self._dead[incarnation] = _Dead(worker, now + _PROBE_S)
+            self._dead[incarnation] = DeadWorker(worker, now + _PROBE_S)
         if find_down([worker]):
             return False
         answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
@@ -456,7 +457,7 @@ class ClusterBackend(EmbeddingBackend):
 
     def _lose(self, worker: ServiceInfo) -> None:
         """Of a worker that is dropped or replaced, under the lock."""
-        self._dead[worker.incarnation] = _Dead(worker, time.monotonic() + _PROBE_S)
+        self._dead[worker.incarnation] = DeadWorker(worker, time.monotonic() + _PROBE_S)
         self._left.discard(worker.incarnation)
         self._num_dropped += 1
 

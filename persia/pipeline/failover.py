@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from persia._native import BatchReference
 from persia.errors import InternalError, NotFoundError, PersiaError, UnavailableError
@@ -33,6 +33,11 @@ _LONGEST_PAUSE_S = 8.0
 _CONNECT_S = 2.0  # a host that does not answer for so long is taken to be down
 _MAX_LOOKS = 32  # at workers, at a time
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+
+class DeadWorker(NamedTuple):
+    worker: ServiceInfo
+    next_look: float  # by time.monotonic(): whether it lives
 
 
 class _Workers(Protocol):

@@ -20,7 +20,7 @@ from persia.roles import embedding_worker, standby
 pytestmark = pytest.mark.skipif(not PATH.exists(), reason="./run test and ./run simulate build the library")
 
 # Each has failed: ADR 50 lists the bugs. What they draw has changed since.
-FOUND_BUGS = (60, 163, 239, 355, 491, 1199, 1320, 2240, 3132, 3481, 3921, 4249, 4313, 5244)
+FOUND_BUGS = (60, 163, 239, 355, 491, 509, 1199, 1320, 2240, 3132, 3481, 3921, 4249, 4313, 5244)
 
 
 def in_a_process(function: Callable[[], list[Outcome]]) -> list[Outcome]:

@@ -225,6 +225,10 @@ def register(cluster: Cluster, index: int) -> BatchReference:
     return BatchReference(index, worker.incarnation, worker.register_batch(0, IDS))
 
 
+def away(*_: Any) -> None:
+    raise UnavailableError("the broker is away")
+
+
 def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
     monkeypatch.setattr(failover, "is_down", lambda address: address in addresses)
 
@@ -403,6 +407,19 @@ def test_a_worker_is_gone_once_another_one_answers_at_its_index(
     assert backend.is_gone(reference)
     assert backend._workers[1].incarnation == 99
     assert backend.is_gone(reference)
+
+
+def test_a_worker_that_a_loader_found_first_is_waited_for(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank may have lost its broker at that moment."""
+    reference, probe = register(cluster, 1), directory.probe
+    del backend._workers[1]
+    answers: list[Any] = [probe, lambda *_: None, away]
+    monkeypatch.setattr(directory, "probe", lambda *arguments: answers.pop()(*arguments))
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    assert result.reference.worker_index == 1
+    assert answers == []
 
 
 def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
