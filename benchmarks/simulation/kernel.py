@@ -2,7 +2,7 @@
 
 A thread of the simulation is a greenlet, which runs only while the kernel waits for it, so one thing happens
 at a time, in an order that follows from the seed. The native half (native/simulation) has the clock; the
-kernel lets it run until the next event of this half. `Threading`, `Clock` and the like replace the modules
+kernel lets it run until the next event of this half. `Threading` and `Clock` of locks.py replace the modules
 of those names in the product's modules.
 """
 
@@ -21,9 +21,8 @@ from greenlet import getcurrent, greenlet
 from benchmarks.simulation.library import Library, error_of
 from persia.errors import InternalError, PersiaError
 
-_SECOND = 1_000_000_000
+SECOND = 1_000_000_000
 _MAX_STEPS = 2_000_000  # of each half of a seed, which needs some thousands
-_READ_NS = 50  # that reading a clock takes
 NEVER = 1 << 62
 
 
@@ -210,7 +209,7 @@ class Kernel:
         self.random = random.Random(seed)
         self.hub = getcurrent()
         library.reset(seed)
-        self._clock = library.clock
+        self.clock = library.clock
         self._events: list[tuple[int, int, Callable[[], None], Process | None]] = []
         self._num_events = self._num_steps = 0
         self._calls: dict[int, Thread] = {}
@@ -226,7 +225,7 @@ class Kernel:
 
     @property
     def now(self) -> int:
-        return self._clock.value
+        return self.clock.value
 
     @property
     def process(self) -> Process:
@@ -234,7 +233,7 @@ class Kernel:
 
     @property
     def elapsed_s(self) -> float:
-        return (self.now - self.begin) / _SECOND
+        return (self.now - self.begin) / SECOND
 
     def cut(self, host: int, other: int, is_cut: bool) -> None:
         for link in ((host, other), (other, host)):
@@ -262,18 +261,18 @@ class Kernel:
     def after(self, seconds: float | None) -> int:
         if seconds is None:
             return NEVER
-        return self._clock.value + (int(seconds * _SECOND) if seconds > 0 else 0)
+        return self.clock.value + (int(seconds * SECOND) if seconds > 0 else 0)
 
     def at(self, when: int, event: Callable[[], None], process: Process | None = None) -> None:
         """As `process`: not once it is dead, and later while it is frozen."""
         self._num_events = number = self._num_events + 1
-        now = self._clock.value
+        now = self.clock.value
         heappush(self._events, (when if when > now else now, number, event, process))
 
     def soon(self, event: Callable[[], None], process: Process | None = None) -> None:
         """`at` now."""
         self._num_events = number = self._num_events + 1
-        heappush(self._events, (self._clock.value, number, event, process))
+        heappush(self._events, (self.clock.value, number, event, process))
 
     def later(self, seconds: float, event: Callable[[], None], process: Process | None = None) -> None:
         self.at(self.after(seconds), event, process)
@@ -301,8 +300,8 @@ class Kernel:
         """Until `is_done`, which is asked after events of processes. False: the time is over, or a check has
         failed.
         """
-        limit = self.begin + int(limit_s * _SECOND)
-        events, clock, next_native = self._events, self._clock, self.library.next
+        limit = self.begin + int(limit_s * SECOND)
+        events, clock, next_native = self._events, self.clock, self.library.next
         process: Process | None = self.outside
         while not self.failure and clock.value <= limit:
             if process is not None and is_done():
@@ -346,161 +345,6 @@ class Kernel:
             for thread in threads:
                 thread.unwind()
         self._events.clear()
-
-
-class Lock:
-    """threading.Lock and threading.RLock."""
-
-    is_reentrant = False
-
-    def __init__(self) -> None:
-        self._owner: Thread | None = None
-        self._count = 0
-        self._waiting: list[Thread] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        kernel = Kernel.current
-        thread = kernel.thread
-        if not self._count:
-            self._owner, self._count = thread, 1
-            return True
-        if self.is_reentrant and thread is not None and self._owner is thread:
-            self._count += 1
-            return True
-        until = kernel.after(None if timeout < 0 else timeout)
-        while self._count:
-            if not blocking or kernel.now >= until:
-                return False
-            self._waiting.append(kernel.this_thread())
-            kernel.this_thread().wait(until)
-        self._owner, self._count = thread, 1
-        return True
-
-    def release(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._owner = None
-            if not self._waiting:
-                return
-            for thread in self._waiting:
-                thread.wake()
-            self._waiting = []
-
-    def locked(self) -> bool:
-        return self._count > 0
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.release()
-
-
-class RLock(Lock):
-    is_reentrant = True
-
-
-class Condition:
-    def __init__(self, lock: Lock | None = None) -> None:
-        self._lock = lock or RLock()
-        self._waiting: list[Thread] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        kernel = Kernel.current
-        thread = kernel.this_thread()
-        until = kernel.after(timeout)
-        self._waiting.append(thread)
-        self._lock.release()
-        try:
-            return thread.wait(until)
-        finally:
-            if thread in self._waiting:
-                self._waiting.remove(thread)
-            if not thread.process.is_dead:
-                self._lock.acquire()
-
-    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
-        kernel = Kernel.current
-        until = kernel.after(timeout)
-        while not (result := predicate()):
-            if kernel.now >= until:
-                return result
-            self.wait(None if until == NEVER else (until - kernel.now) / _SECOND)
-        return result
-
-    def notify(self, n: int = 1) -> None:
-        for thread in self._waiting[:n]:
-            thread.wake()
-        del self._waiting[:n]
-
-    def notify_all(self) -> None:
-        self.notify(len(self._waiting))
-
-
-class Event:
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiting: list[Thread] = []
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        for thread in self._waiting:
-            thread.wake()
-        self._waiting.clear()
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        kernel = Kernel.current
-        thread, until = kernel.this_thread(), kernel.after(timeout)
-        while not self._is_set and kernel.now < until:
-            self._waiting.append(thread)
-            thread.wait(until)
-            if thread in self._waiting:
-                self._waiting.remove(thread)
-        return self._is_set
-
-
-class Threading:
-    """In place of the module threading."""
-
-    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
-
-
-class Clock:
-    """In place of the module time."""
-
-    @staticmethod
-    def monotonic() -> float:
-        kernel = Kernel.current
-        if kernel.thread is not None:
-            kernel.thread.check()
-        # Takes time, as in the native half: a loop that waits for the clock ends.
-        kernel._clock.value = now = kernel._clock.value + _READ_NS
-        return now / _SECOND
-
-    @staticmethod
-    def time() -> float:
-        return 1_700_000_000 + Kernel.current.now / _SECOND
-
-    @staticmethod
-    def monotonic_ns() -> int:
-        return Kernel.current.now
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        Kernel.current.sleep(seconds)
 
 
 @contextmanager

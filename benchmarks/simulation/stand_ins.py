@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any
 
 from benchmarks.simulation import native
-from benchmarks.simulation.kernel import Clock, Kernel, Killed, Thread, Threading, patched
+from benchmarks.simulation.kernel import Kernel, Killed, Thread, patched
+from benchmarks.simulation.locks import Clock, Threading
 from persia import waiting
 from persia.checkpoint import checkpoints, coordinator, operation, server_job, service
 from persia.logger import get_default_logger

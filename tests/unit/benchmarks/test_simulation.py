@@ -96,7 +96,7 @@ def without_a_new_copy_of_loaded_rows() -> list[Outcome]:
 def without_an_end() -> list[Outcome]:
     kernel._MAX_STEPS = 10_000
 
-    def spin(self: job.Job, process: kernel.Process) -> None:
+    def spin(self: job.Job, process: kernel.Process, index: int) -> None:
         while True:
             self.kernel.sleep(0.0)
 
