@@ -597,6 +597,7 @@ class EmbeddingWorker:
     def register_batch(
         self, loader_index: int, id_features: Buffer
     ) -> int: ...  # ResourceExhaustedError: full
+    def release_waiting(self) -> int: ...  # how many batches that waited for their lookup
     @property
     def incarnation(self) -> int: ...
     def stats(self) -> dict[str, Any]: ...

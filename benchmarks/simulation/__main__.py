@@ -1,6 +1,6 @@
 """Runs the protocol under faults that follow from seeds; prints the seeds that fail, and how to repeat them.
 
-docs/recovery.md, "Simulation", says what is real and what is checked.
+docs/performance_recovery.md, "Simulation", says what is real and what is checked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def main(seeds: int, first: int, seed: int | None, trace: bool, processes: int) 
     faults = sum((outcome.faults for outcome in outcomes), Counter[str]())
     print(
         f"{len(outcomes)} seeds in {time.monotonic() - begin:.0f} s, with "
-        f"{processor_s:.0f} s of processors; {len(failed)} failed"
+        f"{processor_s:.0f} s of processors, {1000 * processor_s / len(outcomes):.1f} ms a seed; "
+        f"{len(failed)} failed"
     )
     lost = sum(outcome.has_lost_rows for outcome in outcomes)
     print(f"  rows lost and reported, by a server and the broker at a time: {lost}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benchmarks.simulation.kernel import Kernel, Process, Thread
@@ -81,7 +82,8 @@ class Session:
     # ---- the connection
 
     def _is_cut(self) -> bool:
-        return self.kernel.is_cut(self.process.host, self.broker.process.host)
+        cuts = self.kernel.cuts
+        return bool(cuts) and (self.process.host, self.broker.process.host) in cuts
 
     def _travel(self, direction: int, arrive: Callable[[], None]) -> None:
         """`arrive` runs at the other end: 0 at the broker, 1 in this process."""
@@ -89,31 +91,26 @@ class Session:
         latency = int(draw() * _LATENCY_NS)
         if draw() < kernel.spikes:
             latency += int(draw() * _SPIKE_NS)
-        now = kernel.now
-        arrival = max(self._last_arrival[direction] + 1, now + latency)
-        self._last_arrival[direction] = arrival
-        self._arrive(direction, arrive, arrival, now, self._connection)
+        now, last = kernel.now, self._last_arrival
+        last[direction] = arrival = max(last[direction] + 1, now + latency)
+        kernel.at(arrival, partial(self._arrive, direction, arrive, now, self._connection))
 
-    def _arrive(
-        self, direction: int, arrive: Callable[[], None], when: int, sent_at: int, connection: int
-    ) -> None:
-        def attempt() -> None:
-            if connection != self._connection:
-                return
-            if not self._is_cut():
-                if direction == 0:
-                    arrive()
-                else:
-                    self.process.take(arrive)
-                return
-            silence_s = _SILENCE_S if direction == 0 else _BROKER_SILENCE_S
-            if self.kernel.now - sent_at > silence_s * 1e9:
-                return self.lose()
-            again = self.kernel.after(_REPEAT_S)
-            self._last_arrival[direction] = max(self._last_arrival[direction], again)
-            self._arrive(direction, arrive, again, sent_at, connection)
-
-        self.kernel.at(when, attempt)
+    def _arrive(self, direction: int, arrive: Callable[[], None], sent_at: int, connection: int) -> None:
+        if connection != self._connection:
+            return
+        if not self._is_cut():
+            if direction == 0:
+                arrive()
+            else:
+                self.process.take(arrive)
+            return
+        kernel, last = self.kernel, self._last_arrival
+        silence_s = _SILENCE_S if direction == 0 else _BROKER_SILENCE_S
+        if kernel.now - sent_at > silence_s * 1e9:
+            return self.lose()
+        again = kernel.after(_REPEAT_S)
+        last[direction] = max(last[direction], again)
+        kernel.at(again, partial(self._arrive, direction, arrive, sent_at, connection))
 
     def lose(self) -> None:
         """The connection is lost, and restored later."""

@@ -37,7 +37,7 @@ from persia.pipeline import backend
 from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.receive import StreamReceiver
 from persia.pipeline.send import BatchSender, RegisterBatchHandler
-from persia.roles.embedding_worker import ServerLinks
+from persia.roles.embedding_worker import ServerLinks, release_waiting
 from persia.roles.replica import Replica, config_hash, starts_as_standby
 from persia.roles.standby import Pair
 from persia.storage.location import Location
@@ -47,7 +47,6 @@ NUM_BATCHES = 24
 _MODES = ("",)
 _SCHEMA = "simulation"
 _MAX_WAITING = 8
-_MAX_WAITING_OF_ROLL_BACKS = 64  # batches of a rank that has died keep their places until they expire
 _NUM_WORKERS = 2
 _BROKER_HOST = 1
 _READ_S = 0.3
@@ -72,6 +71,7 @@ class Job:
     kernel: Kernel
     deadline_s: int = 2
     num_servers: int = 1
+    num_loaders: int = 1
     num_batches: int = NUM_BATCHES
     step_s: float = 0.15
     trained: list[int] = field(default_factory=list)
@@ -96,7 +96,9 @@ class Job:
             for name, is_forced in zip(pair, (False, True), strict=True)
         ]
         mains += [(f"worker {index}", partial(self._work, index=index)) for index in range(_NUM_WORKERS)]
-        mains += [("rank", self._train), ("loader", self._load)]
+        self.loader_names = ["loader", "loader 1"][: self.num_loaders]
+        mains += [("rank", self._train)]
+        mains += [(name, partial(self._load, index=i)) for i, name in enumerate(self.loader_names)]
         for host, (name, main) in enumerate(mains, start=_BROKER_HOST + 1):
             self.roles[name] = Role(name, host, main)
 
@@ -120,14 +122,14 @@ class Job:
             self.kernel.later(self.kernel.random.uniform(0.3, 1.5), lambda: self._start(role))
 
     def _go_back(self) -> None:
-        """The rank has ended: the supervisor starts it and the data loader again."""
+        """The rank has ended: the supervisor starts it and the data loaders again."""
         self.num_roll_backs += 1
-        loader = self.roles["loader"]
-        was_done, loader.is_done = loader.is_done, False
-        if loader.process is not None:
-            loader.process.kill()
-        if was_done:
-            self._restart(loader)
+        for loader in (self.roles[name] for name in self.loader_names):
+            was_done, loader.is_done = loader.is_done, False
+            if loader.process is not None:
+                loader.process.kill()
+            if was_done:
+                self._restart(loader)
 
     @property
     def is_trained(self) -> bool:
@@ -244,9 +246,7 @@ class Job:
         session = self._connect(process)
         directory = Directory(session)
         servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, DEADLINE_S)
-        worker: Any = native.EmbeddingWorker(
-            len(servers), _MAX_WAITING_OF_ROLL_BACKS if self.directory else _MAX_WAITING
-        )
+        worker: Any = native.EmbeddingWorker(len(servers), _MAX_WAITING)
         self.workers.append(worker)
         links = ServerLinks(worker, len(servers))
         for server in servers:
@@ -265,6 +265,7 @@ class Job:
         )
         responder = RegisterBatchHandler.of_worker(worker)
         Advertiser(session, info).start(lambda: session.respond(session.subjects.ids(index), responder))
+        directory.watch(NN_WORKER, partial(release_waiting, worker))
         while True:
             self.kernel.sleep(3600.0)
 
@@ -298,7 +299,7 @@ class Job:
             assert batch.reference is not None
             result = workers.lookup(batch.reference, requires_grad=True, id_features=batch.id_features)
             self.kernel.sleep(self.kernel.random.uniform(0.0, 2 * self.step_s))
-            workers.return_gradients(batch.reference, result, scale=1.0)  # type: ignore[arg-type]
+            workers.return_gradients(result.reference, result, scale=1.0)  # type: ignore[arg-type]
             stream.yielded(batch.batch_id)
             self.trained.append(batch.batch_id)
             self.kernel.log("step %d", batch.batch_id)
@@ -310,7 +311,8 @@ class Job:
         checkpoints.close(finish=True)
         if self.directory:
             guard.check()  # the last steps may have been trained without the rows
-        self.roles["rank"].is_done = self.roles["loader"].is_done = True
+        for name in ("rank", *self.loader_names):
+            self.roles[name].is_done = True
         while True:
             self.kernel.sleep(3600.0)
 
@@ -370,15 +372,15 @@ class Job:
             self.kernel.fail(f"rows are lost: {error}")
         self.has_lost_rows = True
 
-    def _load(self, process: Process) -> None:
+    def _load(self, process: Process, index: int) -> None:
         """As DataCtx with `resume`."""
         session = self._connect(process)
-        sender = BatchSender(session, Directory(session), 0, 1, DEADLINE_S)
-        Advertiser(session, self._info(DATA_LOADER, 0, 1)).start()
+        sender = BatchSender(session, Directory(session), index, self.num_loaders, DEADLINE_S)
+        Advertiser(session, self._info(DATA_LOADER, index, self.num_loaders)).start()
         sender.wait_for_job()
         sender.resume()
-        while sender.position < self.num_batches:
-            ids = native.id_features(self.kernel.library, sender.position)
+        while sender.next_batch_id < self.num_batches:
+            ids = native.id_features(self.kernel.library, sender.next_batch_id)
             sender.send(ids, b"dense", requires_grad=True)
         sender.end(None, DEADLINE_S)
-        self.roles["loader"].is_done = True
+        self.roles[self.loader_names[index]].is_done = True

@@ -2,17 +2,18 @@
 
 A thread of the simulation is a greenlet, which runs only while the kernel waits for it, so one thing happens
 at a time, in an order that follows from the seed. The native half (native/simulation) has the clock; the
-kernel lets it run until the next event of this half. `Threading`, `Clock` and the like replace the modules
+kernel lets it run until the next event of this half. `Threading` and `Clock` of locks.py replace the modules
 of those names in the product's modules.
 """
 
 from __future__ import annotations
 
-import heapq
 import random
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from heapq import heappop, heappush
 from typing import Any, ClassVar
 
 from greenlet import getcurrent, greenlet
@@ -20,9 +21,8 @@ from greenlet import getcurrent, greenlet
 from benchmarks.simulation.library import Library, error_of
 from persia.errors import InternalError, PersiaError
 
-_SECOND = 1_000_000_000
+SECOND = 1_000_000_000
 _MAX_STEPS = 2_000_000  # of each half of a seed, which needs some thousands
-_READ_NS = 50  # that reading a clock takes
 NEVER = 1 << 62
 
 
@@ -77,7 +77,7 @@ class Process:
             callback()
         # At once, wherever it is: also one that was about to run, whose event is dropped.
         for thread in tuple(self.threads):
-            self.kernel.at(self.kernel.now, thread.unwind)
+            self.kernel.soon(thread.unwind)
 
     def freeze(self, is_frozen: bool) -> None:
         if self.is_dead:
@@ -86,8 +86,18 @@ class Process:
         self.kernel.library.freeze(self.number, is_frozen)
         if not is_frozen:
             for event in self.inbox:
-                self.kernel.at(self.kernel.now, event, self)
+                self.kernel.soon(event, self)
             self.inbox = []
+
+
+_idle: list[greenlet] = []  # each waits for the next thread: to make one costs more than most threads
+
+
+def _run_threads(thread: Thread) -> None:
+    while True:
+        thread.run()
+        _idle.append(getcurrent())
+        thread = thread.kernel.hub.switch()
 
 
 class Thread:
@@ -114,20 +124,23 @@ class Thread:
 
     def start(self) -> None:
         self.process.threads[self] = None
-        self.kernel.at(self.kernel.now, self._begin, self.process)
+        self.kernel.soon(self._begin, self.process)
 
     def _begin(self) -> None:
-        self._greenlet = greenlet(self._run, parent=self.kernel.hub)
-        self._resume()
+        kernel = self.kernel
+        self._greenlet = _idle.pop() if _idle else greenlet(_run_threads, parent=kernel.hub)
+        kernel.thread = self
+        self._greenlet.switch(self)
+        kernel.thread = None
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._target(*self._args)
         except Killed:
             pass
         except BaseException as error:
             self.kernel.fail(f"a thread of {self.process.name} has ended with {error!r}", error)
-        self._has_ended = True
+        self._has_ended, self._greenlet = True, None
         self.process.threads.pop(self, None)
         for waiting in self._ended:
             waiting.wake()
@@ -138,19 +151,19 @@ class Thread:
         kernel.thread = self
         self._greenlet.switch()
         kernel.thread = None
-        if self._has_ended:
-            self._greenlet = None
 
     def wait(self, until: int = NEVER) -> bool:
         """Of this thread: until `wake`, or the time. False: it was the time."""
-        self.check()
-        self._num_waits += 1
+        process, kernel = self.process, self.kernel
+        if process.is_dead:
+            raise Killed
+        self._num_waits = number = self._num_waits + 1
         self._is_waiting, self._timed_out = True, False
         if until < NEVER:
-            number = self._num_waits
-            self.kernel.at(until, lambda: self._time_out(number), self.process)
-        self.kernel.hub.switch()
-        self.check()
+            kernel.at(until, partial(self._time_out, number), process)
+        kernel.hub.switch()
+        if process.is_dead:
+            raise Killed
         return not self._timed_out
 
     def check(self) -> None:
@@ -159,15 +172,14 @@ class Thread:
 
     def _time_out(self, number: int) -> None:
         if self._is_waiting and self._num_waits == number:
-            self._timed_out = True
-            self._is_waiting = False
+            self._timed_out, self._is_waiting = True, False
             self._resume()
 
     def wake(self) -> None:
         if not self._is_waiting or self.process.is_dead:
             return
         self._is_waiting = False
-        self.kernel.at(self.kernel.now, self._resume, self.process)
+        self.kernel.soon(self._resume, self.process)
 
     def unwind(self) -> None:
         """Ends it now, if it has begun and not ended, and its process is dead."""
@@ -197,13 +209,14 @@ class Kernel:
         self.random = random.Random(seed)
         self.hub = getcurrent()
         library.reset(seed)
+        self.clock = library.clock
         self._events: list[tuple[int, int, Callable[[], None], Process | None]] = []
         self._num_events = self._num_steps = 0
         self._calls: dict[int, Thread] = {}
         self._results: dict[int, tuple[int, int, str]] = {}
         self.thread: Thread | None = None
         self.failure: str = ""
-        self._cuts: set[tuple[int, int]] = set()
+        self.cuts: set[tuple[int, int]] = set()
         self.trace = trace
         self.spikes = 0.0  # share of the messages of the broker that take long
         self.processes: list[Process] = []
@@ -212,7 +225,7 @@ class Kernel:
 
     @property
     def now(self) -> int:
-        return self.library.clock.value
+        return self.clock.value
 
     @property
     def process(self) -> Process:
@@ -220,15 +233,15 @@ class Kernel:
 
     @property
     def elapsed_s(self) -> float:
-        return (self.now - self.begin) / _SECOND
+        return (self.now - self.begin) / SECOND
 
     def cut(self, host: int, other: int, is_cut: bool) -> None:
         for link in ((host, other), (other, host)):
-            (self._cuts.add if is_cut else self._cuts.discard)(link)
+            (self.cuts.add if is_cut else self.cuts.discard)(link)
         self.library.cut(host, other, is_cut)
 
     def is_cut(self, host: int, other: int) -> bool:
-        return (host, other) in self._cuts
+        return (host, other) in self.cuts
 
     def log(self, message: str, *arguments: object) -> None:
         if self.trace:
@@ -248,13 +261,18 @@ class Kernel:
     def after(self, seconds: float | None) -> int:
         if seconds is None:
             return NEVER
-        return self.library.clock.value + (int(seconds * _SECOND) if seconds > 0 else 0)
+        return self.clock.value + (int(seconds * SECOND) if seconds > 0 else 0)
 
     def at(self, when: int, event: Callable[[], None], process: Process | None = None) -> None:
         """As `process`: not once it is dead, and later while it is frozen."""
         self._num_events = number = self._num_events + 1
-        now = self.library.clock.value
-        heapq.heappush(self._events, (when if when > now else now, number, event, process))
+        now = self.clock.value
+        heappush(self._events, (when if when > now else now, number, event, process))
+
+    def soon(self, event: Callable[[], None], process: Process | None = None) -> None:
+        """`at` now."""
+        self._num_events = number = self._num_events + 1
+        heappush(self._events, (self.clock.value, number, event, process))
 
     def later(self, seconds: float, event: Callable[[], None], process: Process | None = None) -> None:
         self.at(self.after(seconds), event, process)
@@ -279,34 +297,43 @@ class Kernel:
         return result
 
     def run(self, is_done: Callable[[], bool], limit_s: float) -> bool:
-        """Until `is_done`, which is asked between events. False: the time is over, or a check has failed."""
-        limit = self.begin + int(limit_s * _SECOND)
-        events, library, clock = self._events, self.library, self.library.clock
+        """Until `is_done`, which is asked after events of processes. False: the time is over, or a check has
+        failed.
+        """
+        limit = self.begin + int(limit_s * SECOND)
+        events, clock, next_native = self._events, self.clock, self.library.next
+        process: Process | None = self.outside
         while not self.failure and clock.value <= limit:
-            if is_done():
+            if process is not None and is_done():
                 return True
             self._num_steps += 1
-            num_ended = library.run(events[0][0] if events else limit + 1, _MAX_STEPS)
-            if num_ended < 0 or self._num_steps > _MAX_STEPS:
-                self.fail(f"no end within {_MAX_STEPS} steps")
-                return False
-            if num_ended > 0:
-                self._take_results()
-                continue
-            when, _, event, process = heapq.heappop(events)
+            if self._num_steps > _MAX_STEPS:
+                return self._never_ends()
+            while next_native.value <= (when := events[0][0] if events else limit + 1):
+                if (num_ended := self.library.run(when, _MAX_STEPS)) == 0:
+                    break
+                if num_ended < 0:
+                    return self._never_ends()
+                self._take_results(num_ended)
+            when, _, event, process = heappop(events)
             if when > clock.value:
                 clock.value = when
-            if process is None:
+            if process is None or not (process.is_dead or process.is_frozen):
                 event()
             else:
                 process.take(event)
         return False
 
-    def _take_results(self) -> None:
-        for number, *result in self.library.take_ended():
+    def _never_ends(self) -> bool:
+        self.fail(f"no end within {_MAX_STEPS} steps")
+        return False
+
+    def _take_results(self, num_ended: int) -> None:
+        for _ in range(num_ended):
+            number, result = self.library.take_ended()
             thread = self._calls.pop(number, None)
             if thread is not None and not thread.process.is_dead:
-                self._results[number] = tuple(result)  # type: ignore[assignment]
+                self._results[number] = result
                 thread.wake()
 
     def close(self) -> None:
@@ -320,152 +347,10 @@ class Kernel:
         self._events.clear()
 
 
-class Lock:
-    """threading.Lock and threading.RLock."""
-
-    is_reentrant = False
-
-    def __init__(self) -> None:
-        self._owner: Thread | None = None
-        self._count = 0
-        self._waiting: list[Thread] = []
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        kernel = Kernel.current
-        thread = kernel.thread
-        if self.is_reentrant and thread is not None and self._owner is thread:
-            self._count += 1
-            return True
-        until = kernel.after(None if timeout < 0 else timeout)
-        while self._count:
-            if not blocking or kernel.now >= until:
-                return False
-            self._waiting.append(kernel.this_thread())
-            kernel.this_thread().wait(until)
-        self._owner, self._count = thread, 1
-        return True
-
-    def release(self) -> None:
-        self._count -= 1
-        if self._count == 0:
-            self._owner = None
-            for thread in self._waiting:
-                thread.wake()
-            self._waiting = []
-
-    def locked(self) -> bool:
-        return self._count > 0
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.release()
-
-
-class RLock(Lock):
-    is_reentrant = True
-
-
-class Condition:
-    def __init__(self, lock: Lock | None = None) -> None:
-        self._lock = lock or RLock()
-        self._waiting: list[Thread] = []
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self._lock.release()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        kernel = Kernel.current
-        thread = kernel.this_thread()
-        until = kernel.after(timeout)
-        self._waiting.append(thread)
-        self._lock.release()
-        try:
-            return thread.wait(until)
-        finally:
-            if thread in self._waiting:
-                self._waiting.remove(thread)
-            if not thread.process.is_dead:
-                self._lock.acquire()
-
-    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object:
-        kernel = Kernel.current
-        until = kernel.after(timeout)
-        while not (result := predicate()):
-            if kernel.now >= until:
-                return result
-            self.wait(None if until == NEVER else (until - kernel.now) / _SECOND)
-        return result
-
-    def notify(self, n: int = 1) -> None:
-        for thread in self._waiting[:n]:
-            thread.wake()
-        del self._waiting[:n]
-
-    def notify_all(self) -> None:
-        self.notify(len(self._waiting))
-
-
-class Event:
-    def __init__(self) -> None:
-        self._is_set = False
-        self._changed = Condition()
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    def set(self) -> None:
-        self._is_set = True
-        self._changed.notify_all()
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    def wait(self, timeout: float | None = None) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_set, timeout)
-        return self._is_set
-
-
-class Threading:
-    """In place of the module threading."""
-
-    Lock, RLock, Condition, Event, Thread = Lock, RLock, Condition, Event, Thread
-
-
-class Clock:
-    """In place of the module time."""
-
-    @staticmethod
-    def monotonic() -> float:
-        if (thread := Kernel.current.thread) is not None:
-            thread.check()
-        # Takes time, as in the native half: a loop that waits for the clock ends.
-        Kernel.current.library.clock.value += _READ_NS
-        return Kernel.current.now / _SECOND
-
-    @staticmethod
-    def time() -> float:
-        return 1_700_000_000 + Kernel.current.now / _SECOND
-
-    @staticmethod
-    def monotonic_ns() -> int:
-        return Kernel.current.now
-
-    @staticmethod
-    def sleep(seconds: float) -> None:
-        Kernel.current.sleep(seconds)
-
-
 @contextmanager
 def patched(modules: dict[Any, dict[str, object]]) -> Iterator[None]:
-    """The names of these modules stand for other things in the block."""
-    before = {module: {name: getattr(module, name) for name in names} for module, names in modules.items()}
+    """The names of these modules and classes stand for other things in the block."""
+    before = {module: {name: vars(module)[name] for name in names} for module, names in modules.items()}
     try:
         for module, names in modules.items():
             for name, value in names.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ _S, _D = ctypes.c_char_p, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "reset": (None, [_U64]),
     "clock": (_P, []),
+    "next": (_P, []),
     "run": (_I64, [_I64, _U64]),
     "take_ended": (_I64, [_P, _P, _S, _I64]),
     "process": (_I32, [_I32]),
@@ -57,6 +57,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "worker": (_P, [_I32, _U32, _U64]),
     "worker_incarnation": (_U64, [_P]),
     "worker_count": (_U64, [_P, _S]),
+    "worker_release_waiting": (_I64, [_I32, _P]),
     "worker_set_server": (None, [_P, _U32, _S]),
     "worker_start": (_I64, [_I32, _P, _S]),
     "worker_register": (_I64, [_I32, _P, _U32, _S, _I64]),
@@ -115,21 +116,24 @@ class Library:
         for name, (result, arguments) in _FUNCTIONS.items():
             function = getattr(library, f"sim_{name}")
             function.restype, function.argtypes = result, arguments
-            if name not in ("clock", "reset", "take_ended"):
+            if name not in ("clock", "next", "reset", "take_ended"):
                 setattr(self, name, function)
         self._library = library
+        self._code, self._number = _I32(), _I64()
+        self._text = ctypes.create_string_buffer(_MAX_TEXT)
+        self._ended = (ctypes.byref(self._code), ctypes.byref(self._number), self._text, _MAX_TEXT)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(name)
 
     def reset(self, seed: int) -> None:
         self._library.sim_reset(seed)
-        self.clock = _I64.from_address(self._library.sim_clock())  # read more often than anything is called
+        # Read more often than anything is called.
+        self.clock = _I64.from_address(self._library.sim_clock())
+        self.next = _I64.from_address(self._library.sim_next())
 
-    def take_ended(self) -> Iterator[tuple[int, int, int, str]]:
-        """(call, status code, number, text) of the calls that have ended."""
-        code, number = _I32(), _I64()
-        text = ctypes.create_string_buffer(_MAX_TEXT)
-        for _ in range(self.run(0, 0)):
-            call = self._library.sim_take_ended(ctypes.byref(code), ctypes.byref(number), text, _MAX_TEXT)
-            yield call, code.value, number.value, text.value.decode(errors="replace")
+    def take_ended(self) -> tuple[int, tuple[int, int, str]]:
+        """A call that has ended: its number; status code, result and text."""
+        call = self._library.sim_take_ended(*self._ended)
+        text = self._text.value.decode(errors="replace")
+        return call, (self._code.value, self._number.value, text)

@@ -111,6 +111,9 @@ class EmbeddingWorker:
             lambda p: self.library.worker_register(p, self.handle, loader_index, ids, len(ids))
         )
 
+    def release_waiting(self) -> int:
+        return self.kernel.call(lambda p: self.library.worker_release_waiting(p, self.handle))
+
     def count(self, name: str) -> int:
         return int(self.library.worker_count(self.handle, name.encode()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
 
@@ -18,10 +19,12 @@ _FAULTS_END_S = 40.0
 _LIMIT_S = 240.0
 _LIMIT_OF_ROLL_BACKS_S = 600.0  # a server forgets the dump of a rank that has died after a minute
 _SETTLED_S = 60.0
+_APPLIED_S = 0.25  # until it has applied the log that it has: longer than threads pause
 _MEMORY = "/dev/shm"  # for checkpoints, where there is one
 # Shares of the seeds: with reads beside the training, and with a second parameter server.
 _READS = 0.3
 _TWO_SERVERS = 0.2
+_TWO_LOADERS = 8  # one seed in so many has two data loaders, none of which found a bug with one
 _ROLLS_BACK = 0.1  # takes checkpoints and goes back to them
 
 
@@ -50,7 +53,7 @@ class Faults:
             "cut a host off": (2, self._cut_host),
             "restart the broker": (1, self._restart_broker),
             "kill a worker": (1, lambda: self._kill("worker 0", "worker 1")),
-            "kill the loader": (1, lambda: self._kill("loader")),
+            "kill a loader": (1, lambda: self._kill(*job.loader_names)),
         }
         if job.directory:
             kinds["kill the rank"] = (1, lambda: self._kill("rank"))
@@ -192,15 +195,18 @@ def run_seed(
     has_faults = expected is not None
     outcome = Outcome(seed)
     kernel = Kernel(library, seed, trace=trace)
-    with simulated(kernel), TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None) as directory:
+    with simulated(kernel), ExitStack() as stack:
         rng = kernel.random
         job = Job(
             kernel,
             deadline_s=rng.choice((2, 3, 4)),
             reads=has_faults and rng.random() < _READS,
             num_servers=num_servers or 1 + (rng.random() < _TWO_SERVERS),
-            directory=directory if has_faults and rng.random() < _ROLLS_BACK else "",
+            num_loaders=1 + (has_faults and seed % _TWO_LOADERS == 5),  # not drawn: seeds stay what they are
         )
+        if has_faults and rng.random() < _ROLLS_BACK:
+            folder = TemporaryDirectory(dir=_MEMORY if os.path.isdir(_MEMORY) else None)
+            job.directory = stack.enter_context(folder)
         if has_faults:
             Faults(job, outcome).start()
         job.start()
@@ -254,8 +260,8 @@ def _compare(job: Job, outcome: Outcome, expected: Digests | None) -> str:
         assert process is not None
         job.kernel.spawn(process, lambda: digests.__setitem__(name, server.digest()))
 
-    # The standby applies its log behind the primary.
-    job.kernel.run(lambda: False, job.kernel.elapsed_s + 1.0)
+    # The standby has its log, and applies it behind the primary.
+    job.kernel.run(lambda: False, job.kernel.elapsed_s + _APPLIED_S)
     for index, pair in enumerate(job.pairs):
         if len(primaries := job.primaries(index)) != 1:
             return f"{len(primaries)} primaries of {pair}"

@@ -6,18 +6,22 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 from benchmarks.simulation import native
-from benchmarks.simulation.kernel import Clock, Kernel, Killed, Thread, Threading, patched
+from benchmarks.simulation.kernel import Kernel, Killed, Thread, patched
+from benchmarks.simulation.locks import Clock, Threading
 from persia import waiting
 from persia.checkpoint import checkpoints, coordinator, operation, server_job, service
 from persia.logger import get_default_logger
 from persia.messaging import discovery
+from persia.messaging.payloads import JsonMessage
 from persia.pipeline import backend, failover, loader_watch, queues, receive, send
 from persia.roles import embedding_worker, replica, standby
 
 DEADLINE_S = 120.0
+_MESSAGES = 1000  # that are kept decoded and encoded
 
 
 class _Sockets:
@@ -88,6 +92,24 @@ class _Pool:
     def close(self) -> None: ...
 
 
+class _Json:
+    """`encode` and `decode` of JsonMessage. Polls and their answers are most messages: they are kept."""
+
+    _KEPT = (discovery.ServiceInfo, discovery.ServiceEvent, replica.Message)  # immutable
+    _encode, _decode = JsonMessage.encode, vars(JsonMessage)["decode"].__func__
+    _encoded: Any = lru_cache(_MESSAGES)(_encode)
+    _decoded: Any = lru_cache(_MESSAGES)(_decode)
+
+    def encode(self: Any) -> bytes:
+        function = _Json._encoded if isinstance(self, _Json._KEPT) else _Json._encode
+        return function(self)
+
+    @classmethod
+    def decode(cls, payload: bytes) -> Any:
+        function = _Json._decoded if cls in _Json._KEPT else _Json._decode  # type: ignore[comparison-overlap]
+        return function(cls, bytes(payload))
+
+
 class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         Kernel.current.log("  %s", record.getMessage())
@@ -107,8 +129,9 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         discovery: both,
         waiting: {"time": Clock},
         queues: both,
-        failover: {**both, "socket": _Sockets},
-        backend: {**both, "RemoteClient": native.RemoteClient, "DaemonPool": _Pool},
+        failover: {**both, "socket": _Sockets, "DaemonPool": _Pool},
+        JsonMessage: {name: vars(_Json)[name] for name in ("encode", "decode")},
+        backend: {**both, "RemoteClient": native.RemoteClient},
         loader_watch: {"time": Clock},
         receive: both,
         send: {"time": Clock, "random": kernel.random},
@@ -121,7 +144,7 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         },
     }
     environment = {"PERSIA_DEADLINE_SEC": str(DEADLINE_S), "PERSIA_LOADER_SILENCE_SEC": "60"}
-    before = dict(os.environ)
+    before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     logger = get_default_logger()
     handlers, logger.handlers = logger.handlers, [_Handler()] if kernel.trace else []
@@ -131,5 +154,8 @@ def simulated(kernel: Kernel) -> Iterator[None]:
             yield
     finally:
         logger.handlers, logger.disabled = handlers, disabled
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

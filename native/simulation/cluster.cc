@@ -134,6 +134,8 @@ API void sim_reset(uint64_t seed) {
 
 // Where the time is, to be read and advanced there: until the next reset.
 API int64_t* sim_clock() { return World::Get().clock(); }
+// Before this time, sim_run() has nothing to do.
+API int64_t* sim_next() { return World::Get().next(); }
 
 // Runs until a call has ended or nothing happens before `limit`; returns how many have ended. -1:
 // there were `max_steps` in all, since the reset.
@@ -143,6 +145,7 @@ API int64_t sim_run(int64_t limit, uint64_t max_steps) {
     if (world.num_steps() >= max_steps) return -1;
     world.Step();
   }
+  world.NoteNext();
   return static_cast<int64_t>(ended.size());
 }
 
@@ -318,6 +321,11 @@ API int64_t sim_worker_register(int32_t process, WorkerRole* role, uint32_t load
                  PERSIA_ASSIGN_OR_RETURN(const BatchKey key, role->engine->Register(loader, view));
                  return static_cast<int64_t>(key.reference);
                });
+}
+API int64_t sim_worker_release_waiting(int32_t process, WorkerRole* role) {
+  return Begin(process, [role] {
+    return StatusOr<int64_t>(static_cast<int64_t>(role->engine->ReleaseWaiting()));
+  });
 }
 
 // ---- clients

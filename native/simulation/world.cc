@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kStackBytes = size_t{256} << 10;
 constexpr double kYieldAtLock = 0.1;
 // From seed to seed: their pages are there already. Before the world, whose end fills it.
-std::vector<void*> free_stacks;
+std::vector<Stack*> free_stacks;
 std::unique_ptr<World> world;
 
 }  // namespace
@@ -36,7 +36,7 @@ World::World(uint64_t seed) : random_(seed) { AddProcess(0); }
 // What dead and unfinished fibers hold is lost: the caller runs few seeds in one process.
 World::~World() {
   for (const auto& fiber : fibers_) {
-    if (fiber->stack != nullptr) free_stacks.push_back(fiber->stack);
+    if (fiber->stack != nullptr) free_stacks.push_back(fiber->stack);  // its next fiber begins anew
   }
 }
 
@@ -78,9 +78,10 @@ Fiber* World::Spawn(int process, std::function<void()> body) {
   fiber->body = std::move(body);
   fiber->process = process;
   if (free_stacks.empty()) {
-    fiber->stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (fiber->stack == MAP_FAILED) std::abort();
+    fiber->stack = new Stack;
+    fiber->stack->memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (fiber->stack->memory == MAP_FAILED) std::abort();
   } else {
     fiber->stack = free_stacks.back();
     free_stacks.pop_back();
@@ -89,13 +90,14 @@ Fiber* World::Spawn(int process, std::function<void()> body) {
   return fiber;
 }
 
-// Contexts only begin on a stack: each change of one asks the system for the mask of signals, and
-// jumps do not.
+// Contexts only begin on a new stack: each change of one asks the system for the mask of signals,
+// and jumps do not.
 void World::Enter() {
   if (std::exchange(fiber_->has_begun, true)) _longjmp(fiber_->context, 1);
+  if (std::exchange(fiber_->stack->is_idle, false)) _longjmp(fiber_->stack->context, 1);
   ucontext_t context;
   getcontext(&context);
-  context.uc_stack.ss_sp = fiber_->stack;
+  context.uc_stack.ss_sp = fiber_->stack->memory;
   context.uc_stack.ss_size = kStackBytes;
   context.uc_link = nullptr;
   makecontext(&context, &World::Run, 0);
@@ -103,13 +105,16 @@ void World::Enter() {
 }
 
 void World::Run() {
-  World& self = Get();
-  Fiber* fiber = self.fiber_;
-  fiber->body();
-  fiber->body = nullptr;
-  fiber->has_ended = true;
-  self.Wake(fiber);
-  self.SwitchOut();
+  for (;;) {
+    World& self = Get();  // another one after a reset
+    Fiber* fiber = self.fiber_;
+    fiber->body();
+    fiber->body = nullptr;
+    fiber->has_ended = true;
+    self.Wake(fiber);
+    fiber->stack->is_idle = true;
+    if (_setjmp(fiber->stack->context) == 0) _longjmp(self.main_, 1);
+  }
 }
 
 void World::SwitchOut() {
@@ -133,6 +138,7 @@ void World::MakeReady(Fiber* fiber) {
   Process& process = *processes_[fiber->process];
   if (process.is_dead) return;
   (process.is_frozen ? process.parked : ready_).push_back(fiber);
+  next_ = 0;
 }
 
 bool World::Wait(const void* key, Time until) {
@@ -165,7 +171,7 @@ bool World::Wait(const void* key, Time until) {
 void World::Wake(const void* key, size_t limit) {
   const auto found = waiting_.find(key);
   if (found == waiting_.end()) return;
-  std::deque<Fiber*>& fibers = found->second;
+  std::vector<Fiber*>& fibers = found->second;
   for (; limit > 0 && !fibers.empty(); --limit) {
     // Any of those that wait, as the system may choose.
     const size_t i = fibers.size() == 1 ? 0 : Random() % fibers.size();
@@ -199,6 +205,7 @@ void World::MaybeYield(const void* mutex) {
 }
 
 void World::At(Time when, std::function<void()> event) {
+  next_ = std::min(next_, when);
   events_.push_back({std::max(when, now_), ++num_events_, std::move(event)});
   std::push_heap(events_.begin(), events_.end());
 }

@@ -14,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -22,9 +23,16 @@ namespace persia::simulation {
 using Time = int64_t;  // nanoseconds
 inline constexpr Time kNever = INT64_MAX;
 
+// It runs one fiber after the other: to begin on a stack takes calls of the system.
+struct Stack {
+  void* memory = nullptr;
+  bool is_idle = false;  // waits for its next fiber
+  jmp_buf context;       // and where
+};
+
 struct Fiber {
   jmp_buf context;  // where it waits
-  void* stack = nullptr;
+  Stack* stack = nullptr;
   bool has_begun = false;
   std::function<void()> body;
   int process = 0;
@@ -51,6 +59,8 @@ class World {
 
   Time now() const { return now_; }
   Time* clock() { return &now_; }
+  // Nothing can run before it.
+  Time* next() { return &next_; }
   // Reading a clock takes time, so that a loop that waits for it ends.
   Time ReadClock() { return now_ += 50; }
   uint64_t Random() { return random_(); }
@@ -87,6 +97,7 @@ class World {
   Time NextTime() const;
   // Runs one fiber to its next wait, or one event.
   void Step();
+  void NoteNext() { next_ = NextTime(); }
   uint64_t num_steps() const { return num_steps_; }
 
  private:
@@ -107,12 +118,13 @@ class World {
   static void Run();
 
   Time now_ = 1'000'000'000'000;
+  Time next_ = 0;
   std::mt19937_64 random_;
   uint64_t num_events_ = 0;
   uint64_t num_steps_ = 0;
   std::vector<Event> events_;  // a heap
   std::vector<Fiber*> ready_;
-  std::map<const void*, std::deque<Fiber*>> waiting_;
+  std::unordered_map<const void*, std::vector<Fiber*>> waiting_;
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::map<const void*, size_t> watched_;

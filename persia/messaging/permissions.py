@@ -53,7 +53,11 @@ _PUBLISH: Mapping[str, list[str]] = {
 _SUBSCRIBE: Mapping[str, list[str]] = {
     TRAINER: [*_who(NN_WORKER, EMBEDDING_WORKER, DATA_LOADER), *_advertise("*"), *_OF_RANKS, _TRAINING_DUMP],
     LOADER: [*_who(DATA_LOADER), *_advertise(NN_WORKER, EMBEDDING_WORKER)],
-    WORKER: [*_who(EMBEDDING_WORKER), *_advertise(EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER), _IDS],
+    WORKER: [
+        *_who(EMBEDDING_WORKER),
+        *_advertise(NN_WORKER, EMBEDDING_WORKER, EMBEDDING_PARAMETER_SERVER),
+        _IDS,
+    ],
     SERVER: [
         *_who(EMBEDDING_PARAMETER_SERVER),
         *_advertise(EMBEDDING_PARAMETER_SERVER),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,13 +30,13 @@ from persia._native import (
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
-from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, is_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, DeadWorker, HeldBatches, find_down
 from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import checked_rows, slot_signs
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
+from persia.waiting import Attempts
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
@@ -44,8 +44,6 @@ _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
 # A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
 _PROBE_S = 5.0
-
-_MAX_LOOKS = 32  # at workers, at a time
 
 # After an update that an exact context has applied, and the servers have not.
 NEW_CONTEXT = "begin a new context and load a checkpoint there"
@@ -178,11 +176,6 @@ class EmbeddingBackend:
         """The client closes its connections when it is destroyed."""
 
 
-class _Dead(NamedTuple):
-    worker: ServiceInfo
-    next_look: float  # by time.monotonic(): whether it lives
-
-
 class ClusterBackend(EmbeddingBackend):
     """Embedding workers of a cluster behind RPC. Waits for all of them on creation.
 
@@ -198,7 +191,7 @@ class ClusterBackend(EmbeddingBackend):
         self._lock = threading.Lock()  # guards changes of which workers are used
         self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
         self._left: set[int] = set()  # incarnations of those among them that have left in order
-        self._dead: dict[int, _Dead] = {}  # by incarnation
+        self._dead: dict[int, DeadWorker] = {}  # by incarnation
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
@@ -245,15 +238,14 @@ class ClusterBackend(EmbeddingBackend):
         call = partial(super().lookup, requires_grad=requires_grad, slots=slots, as_rows=as_rows)
         if id_features is None:
             return self._call_holder(reference, call)
-        if not requires_grad:
-            try:
-                return self._call_worker(call, reference)
-            except (NotFoundError, UnavailableError):
-                # Another worker does as well: no gradients follow.
-                return self.lookup_direct(
-                    bytes(id_features), requires_grad=False, slots=slots, as_rows=as_rows
-                )
-        return self.look_up_held(reference, id_features, call)
+        form: dict[str, Any] = {"requires_grad": requires_grad, "slots": slots, "as_rows": as_rows}
+        look_up_anew: Callable[[], LookupResult] = lambda: self.lookup_direct(bytes(id_features), **form)  # noqa: E731
+        if requires_grad:
+            return self.look_up_held(reference, id_features, call, look_up_anew)
+        try:
+            return self._call_worker(call, reference)
+        except (NotFoundError, UnavailableError):  # another worker does too: no gradients follow
+            return look_up_anew()
 
     def look_up_anywhere(
         self, id_features: bytes | memoryview, call: Callable[[], LookupResult]
@@ -264,15 +256,26 @@ class ClusterBackend(EmbeddingBackend):
         return result
 
     def look_up_held(
-        self, reference: BatchReference, id_features: bytes | memoryview, call: HeldLookup
+        self,
+        reference: BatchReference,
+        id_features: bytes | memoryview,
+        call: HeldLookup,
+        look_up_anew: Callable[[], LookupResult],
     ) -> LookupResult:
-        """A training lookup by `call`, at the worker that holds the batch."""
+        """The first training lookup of a batch, by `call` at its worker.
+
+        `look_up_anew`: at any worker, if that one has expired the batch, or released it for a new rank.
+        """
         self._held.keep(reference, id_features)
         try:
             return self._call_holder(reference, call)
+        except NotFoundError:
+            self._held.forget(reference)
         except BaseException:
             self._held.forget(reference)
             raise
+        # Under a new key: this rank has sent no update under the first one, a predecessor may have.
+        return look_up_anew()
 
     def lookup_direct(
         self,
@@ -362,12 +365,7 @@ class ClusterBackend(EmbeddingBackend):
         # A loader may have discovered a new worker, or a successor, before this process has.
         known = self._workers.get(index)
         if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
-            worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-            if worker is None:
-                raise UnavailableError(
-                    f"embedding worker {index} does not answer, which a data loader has used"
-                )
-            self._use(worker)
+            self._find(index, known)
         while True:
             num_dropped = self._count_dropped()
             try:
@@ -379,6 +377,16 @@ class ClusterBackend(EmbeddingBackend):
                 lives = worker is not None and worker.incarnation == incarnation
                 if self._count_dropped() == num_dropped or not lives:
                     raise
+
+    def _find(self, index: int, known: ServiceInfo | None) -> None:
+        """Waits until a worker is used at `index` that is not `known`. The broker may be away."""
+        for _ in Attempts(self._deadline_s, pause_s=0.2):
+            with contextlib.suppress(UnavailableError):
+                if worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S):
+                    return self._use(worker)
+            if self._workers.get(index) is not known:  # it has joined meanwhile
+                return
+        raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
 
     def _lives_after_all(self, incarnation: int) -> bool:
         """Whether a dead worker answers again: loaders may reach it and give it batches.
@@ -392,8 +400,8 @@ class ClusterBackend(EmbeddingBackend):
             worker, now = dead.worker, time.monotonic()
             if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
                 return False
-            self._dead[incarnation] = _Dead(worker, now + _PROBE_S)
-        if is_down(worker.address):
+            self._dead[incarnation] = DeadWorker(worker, now + _PROBE_S)
+        if find_down([worker]):
             return False
         answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
         if answer is None or answer.incarnation != incarnation:
@@ -432,9 +440,9 @@ class ClusterBackend(EmbeddingBackend):
         """
         workers = list(self._workers.values())
         suspects = [worker for worker in workers if None in indices or worker.index in indices]
-        dead = _down(suspects)
+        dead = find_down(suspects)
         others = [w for w in workers if w not in dead and w.incarnation not in self._left]
-        if not dead or len(_down(others)) == len(others):
+        if not dead or len(find_down(others)) == len(others):
             return
         for worker in dead:
             with self._lock:
@@ -449,7 +457,7 @@ class ClusterBackend(EmbeddingBackend):
 
     def _lose(self, worker: ServiceInfo) -> None:
         """Of a worker that is dropped or replaced, under the lock."""
-        self._dead[worker.incarnation] = _Dead(worker, time.monotonic() + _PROBE_S)
+        self._dead[worker.incarnation] = DeadWorker(worker, time.monotonic() + _PROBE_S)
         self._left.discard(worker.incarnation)
         self._num_dropped += 1
 
@@ -470,29 +478,23 @@ class ClusterBackend(EmbeddingBackend):
         if self._remote is None:
             return
         worker = event.info
+        if event.kind is EventKind.LEFT:
+            with self._lock:
+                # A successor at its index may have joined before.
+                known = self._workers.get(worker.index)
+                if known is not None and known.incarnation == worker.incarnation:
+                    self._left.add(worker.incarnation)
+                    self._remote.retire_worker(worker.index)
+            get_default_logger().info("%s has left: it gets no more batches", worker)
+            return
+        self._use(worker)
+        # Not on the thread of events: one that dies now is waited for until its successor has joined.
+        threading.Thread(target=self._configure_newcomer, args=(worker,), daemon=True).start()
+
+    def _configure_newcomer(self, worker: ServiceInfo) -> None:
         try:
-            if event.kind is EventKind.LEFT:
-                with self._lock:
-                    # A successor at its index may have joined before.
-                    known = self._workers.get(worker.index)
-                    if known is not None and known.incarnation == worker.incarnation:
-                        self._left.add(worker.incarnation)
-                        self._remote.retire_worker(worker.index)
-                get_default_logger().info("%s has left: it gets no more batches", worker)
-                return
-            self._use(worker)
             if self._config is not None:  # workers keep it for servers that restart
                 # Not kept here: a newer one may have been accepted meanwhile.
                 self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
             get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
-
-
-def _down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
-    """Those of the workers that are down. Looks at them side by side, as each may take seconds."""
-    pool = DaemonPool(_MAX_LOOKS, "persia-look-at-worker")
-    try:
-        answers = [pool.submit(is_down, worker.address) for worker in workers]
-        return [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
-    finally:
-        pool.close()

@@ -81,12 +81,13 @@ class ExactCalls:
     def look_up(self, reference: BatchReference | None, id_features: bytes | memoryview) -> LookupResult:
         """Brings the rows of a batch that the rank does not hold; all slots of the result are absent."""
         look_up = self._backend.client.lookup_whole
-        if reference is not None:
-            call = partial(look_up, id_features=id_features, timeout_s=self._deadline_s)
-            return self._backend.look_up_held(reference, id_features, call)
         anywhere = BatchReference(next(self._turns) % (1 << 31), 0, 0)
         direct = partial(look_up, anywhere, id_features, timeout_s=self._deadline_s)
-        return self._backend.look_up_anywhere(id_features, direct)
+        look_up_anew = partial(self._backend.look_up_anywhere, id_features, direct)
+        if reference is None:
+            return look_up_anew()
+        call = partial(look_up, id_features=id_features, timeout_s=self._deadline_s)
+        return self._backend.look_up_held(reference, id_features, call, look_up_anew)
 
     def pool(self, reference: BatchReference) -> LookupResult:
         """The embeddings of the batch, with every update that `apply` has had."""

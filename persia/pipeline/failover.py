@@ -14,12 +14,14 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from persia._native import BatchReference
 from persia.errors import InternalError, NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
+from persia.messaging.daemon_pool import DaemonPool
+from persia.messaging.discovery import ServiceInfo
 from persia.pipeline.queues import Deadline
 
 T = TypeVar("T")
@@ -29,7 +31,13 @@ _SLOW_S = 0.5  # a call that takes longer makes the monitor look whether its wor
 # process has to accept: one that is frozen for long would have none left, and seem dead.
 _LONGEST_PAUSE_S = 8.0
 _CONNECT_S = 2.0  # a host that does not answer for so long is taken to be down
+_MAX_LOOKS = 32  # at workers, at a time
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+
+class DeadWorker(NamedTuple):
+    worker: ServiceInfo
+    next_look: float  # by time.monotonic(): whether it lives
 
 
 class _Workers(Protocol):
@@ -259,6 +267,16 @@ def is_down(address: str) -> bool:
         return True
     except OSError as failure:
         return failure.errno in _UNREACHABLE
+
+
+def find_down(workers: Sequence[ServiceInfo]) -> list[ServiceInfo]:
+    """The workers that are down. Looks at them side by side, as each look may take seconds."""
+    pool = DaemonPool(_MAX_LOOKS, "persia-look-at-worker")
+    try:
+        answers = [pool.submit(is_down, worker.address) for worker in workers]
+        return [worker for worker, answer in zip(workers, answers, strict=True) if answer.result()]
+    finally:
+        pool.close()
 
 
 def _key(reference: BatchReference) -> tuple[int, int]:

@@ -90,6 +90,8 @@ def run_embedding_worker(options: ServerOptions) -> None:
         # A worker that joined before this is missed, which is harmless: clients take the largest number told.
         watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, advertiser))
         stack.callback(watch.close)
+        watch = Directory(session).watch(NN_WORKER, partial(release_waiting, worker))
+        stack.callback(watch.close)
         wait_for_stop()
 
 
@@ -137,6 +139,15 @@ def count_workers(advertiser: Advertiser, event: ServiceEvent) -> None:
     # Only the highest number shrinks the job. A lower one that leaves is expected back, as after a restart.
     elif worker.index == replicas - 1 and worker.index > advertiser.info.index:
         advertiser.set_replicas(replicas - 1)
+
+
+def release_waiting(worker: EmbeddingWorker, event: ServiceEvent) -> None:
+    """Ends the batches that wait for a rank that has died, when a rank joins: in most cases its successor.
+
+    A worker full of them would take no batch until they expire. A rank that lives looks its own up again.
+    """
+    if event.kind is EventKind.JOINED and (num_batches := worker.release_waiting()):
+        get_default_logger().info("%d batches were released: %s has joined", num_batches, event.info)
 
 
 def drain(worker: EmbeddingWorker, session: Session) -> None:

@@ -35,7 +35,6 @@ from persia.errors import (
 )
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.replica import (
     PROBE_S,
@@ -77,7 +76,7 @@ class Primary:
         self._answered_at = time.monotonic()
         self._presence = Presence(replica.session)
         self._is_closing = threading.Event()
-        self._watch: Registration | None = None
+        self._started = contextlib.ExitStack()  # of what `start` has started, also where it fails
         replica.handle(Question.ATTACH, self._attach)
         replica.handle(Question.POLL, self._poll)
         # Discovery does not find one that does not serve.
@@ -99,21 +98,19 @@ class Primary:
             else:  # a newcomer without rows, which has not heard this server, and ends
                 advertiser.outrank(info)
 
-        self._watch = Directory(self._replica.session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
+        watch = Directory(self._replica.session).watch(EMBEDDING_PARAMETER_SERVER, on_event)
+        self._started.callback(watch.close)
         # What one of them has answered to this advertisement may have come before the watch.
         for info in self._replica.others():
             on_event(ServiceEvent(EventKind.JOINED, info))
-        self._thread = threading.Thread(
-            target=self._run, args=(advertiser,), name="persia-standby", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(advertiser,), name="persia-standby", daemon=True)
+        thread.start()
+        self._started.callback(thread.join)
 
     def close(self) -> None:
         """Answers nothing any more, and hands over to the standby."""
         self._is_closing.set()
-        if self._watch is not None:
-            self._watch.close()
-            self._thread.join()
+        self._started.close()
         standby, state = self._standby, self._server.replication
         if standby is None:
             return

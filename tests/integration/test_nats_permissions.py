@@ -54,7 +54,7 @@ SUBSCRIBE = {
     | {"position.0", "taken.0", "checkpoint.training"},
     LOADER: {"who.data-loader", "advertise.nn-worker", "advertise.embedding-worker"},
     WORKER: {"who.embedding-worker", "advertise.embedding-worker", "ids.0"}
-    | {"advertise.embedding-parameter-server"},
+    | {"advertise.nn-worker", "advertise.embedding-parameter-server"},
     SERVER: {"who.embedding-parameter-server", "checkpoint.0", "replica.0.all", "resize.1.0"}
     | {"advertise.embedding-parameter-server"},
     INFERENCE: {"who.serving"},

@@ -121,6 +121,19 @@ def test_a_primary_that_stops_hands_over(index: Index) -> None:
     assert standby._take_over()
 
 
+def test_a_primary_whose_start_has_failed_hands_over(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.attach()
+
+    def fail() -> list[ServiceInfo]:
+        raise UnavailableError("the broker is away")
+
+    monkeypatch.setattr(index.replica, "others", fail)
+    with pytest.raises(UnavailableError, match="the broker is away"):
+        index.primary.start(Advertiser(index.replica.session, info(index)))
+    index.primary.close()
+    assert index.server.replication == "fenced"
+
+
 def test_a_primary_stops_at_once_while_its_standby_is_filled(index: Index) -> None:
     index.attach_dead()
     index.primary.close()

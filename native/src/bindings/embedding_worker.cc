@@ -45,6 +45,7 @@ struct WorkerRole {
   void ReplaceServers(const std::vector<std::string>& addresses) {
     rows->ReplaceServers(addresses);
   }
+  uint64_t ReleaseWaiting() { return engine->ReleaseWaiting(); }
   // One list for the role: the engine's numbers and those of its RPC server.
   Metrics metrics() const {
     Metrics metrics = engine->metrics();
@@ -112,6 +113,7 @@ void BindEmbeddingWorker(py::module_& module) {
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)
       .def("register_batch", &RegisterAtWorker, py::arg("loader_index"), py::arg("id_features"))
+      .def("release_waiting", Blocking(&WorkerRole::ReleaseWaiting))
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine->incarnation(); })
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.durations()); })

@@ -199,13 +199,25 @@ void BatchTable::FinishReleased(const Guard& guard) {
 // Called when there is no room, so that expiry costs nothing in a job that keeps up. A held batch
 // is in use, however old.
 void BatchTable::ExpireLocked(Batch::State state) {
-  const Clock::time_point oldest = Clock::now() - options_.expiry;
+  num_expired_ += RemoveSinceLocked(state, Clock::now() - options_.expiry);
+}
+
+uint64_t BatchTable::ReleaseWaiting() {
+  const std::lock_guard lock(mutex_);
+  const uint64_t count = RemoveSinceLocked(Batch::State::kWaiting, Clock::time_point::max());
+  num_released_ += count;
+  return count;
+}
+
+uint64_t BatchTable::RemoveSinceLocked(Batch::State state, Clock::time_point last) {
+  uint64_t count = 0;
   for (auto next = batches_.begin(); next != batches_.end();) {
     const std::shared_ptr<Batch> batch = (next++)->second;
-    if (batch->state != state || batch->busy || batch->since > oldest) continue;
+    if (batch->state != state || batch->busy || batch->since > last) continue;
     RemoveLocked(*batch);
-    ++num_expired_;
+    ++count;
   }
+  return count;
 }
 
 void BatchTable::RemoveLocked(const Batch& batch) {

@@ -117,6 +117,8 @@ class BatchTable {
   Status StartFlight(const Guard& guard);
   void FinishReturned(const Guard& guard, const ReturnReport& report);
   void FinishReleased(const Guard& guard);
+  // Releases the waiting batches that no request works on; returns their number.
+  uint64_t ReleaseWaiting();
 
   // The report of a batch that was returned not long ago.
   std::optional<ReturnReport> FindReturned(uint64_t counter) const;
@@ -133,8 +135,10 @@ class BatchTable {
   std::shared_ptr<Batch> MakeLocked(FeatureBatch features, Batch::State state);
   bool MustWaitLocked(uint32_t loader_index, size_t num_bytes) const;
   Status MakeRoomInFlightLocked();
-  // Drops the batches in that state that are too old and not being worked on.
+  // Removes the batches in that state that are too old and not being worked on.
   void ExpireLocked(Batch::State state);
+  // Removes those that no request works on; returns their number.
+  uint64_t RemoveSinceLocked(Batch::State state, std::chrono::steady_clock::time_point last);
   void RemoveLocked(const Batch& batch);
   void LeaveWaitingLocked(const Batch& batch);
 

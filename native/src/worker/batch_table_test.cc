@@ -169,6 +169,25 @@ TEST(BatchTableTest, Bug17AbandonedBatchesMakeRoom) {
   EXPECT_EQ(table.Acquire(third, Late()).status().code(), StatusCode::kNotFound);
 }
 
+TEST(BatchTableTest, ReleasesWaitingBatchesThatNoRequestWorksOn) {
+  BatchTable table({.max_waiting_per_loader = 4});
+  const uint64_t in_flight = Add(table), busy = Add(table);
+  ASSERT_TRUE(table.StartFlight(Take(table, in_flight)).ok());
+  Add(table);
+  const uint64_t last = Add(table);
+  {
+    const BatchTable::Guard guard = Take(table, busy);
+    EXPECT_EQ(table.ReleaseWaiting(), 2u);
+  }
+  EXPECT_EQ(table.Acquire(last, Late()).status().code(), StatusCode::kNotFound);
+  EXPECT_TRUE(table.Acquire(busy, Late()).ok());
+  EXPECT_TRUE(table.Acquire(in_flight, Late()).ok());
+  const Metrics stats = StatsOf(table);
+  EXPECT_EQ(stats["num_released"], 2u);
+  EXPECT_EQ(stats["num_buffered"], 1u);
+  EXPECT_EQ(NumAccountedFor(stats), stats["num_registered"]);
+}
+
 TEST(BatchTableTest, BatchInUseDoesNotExpire) {
   BatchTable table({.max_waiting_per_loader = 1, .expiry = seconds(0)});
   const BatchTable::Guard guard = Take(table, Add(table));

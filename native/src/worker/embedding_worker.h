@@ -105,6 +105,9 @@ class EmbeddingWorker {
   // Ends a batch that will get no gradients. Releasing twice is fine; kNotFound: never registered
   // here; kDeadlineExceeded: a request has worked on it for seconds.
   Status Release(const BatchKey& key);
+  // Ends the batches that wait for their lookup; returns their number. The rank of one may live:
+  // its lookup fails with kNotFound, and it looks the batch up directly.
+  uint64_t ReleaseWaiting() { return table_.ReleaseWaiting(); }
 
   // Sets rows by sign (prefix included), each on its server. `rows` holds the signs' rows one after
   // the other. kInvalidArgument: the counts do not agree.

@@ -25,9 +25,12 @@ from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline import backend as backend_module
+from persia.pipeline import failover
 from persia.pipeline.backend import ClusterBackend
+from persia.pipeline.exact import ExactCalls
 from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
 from persia.pipeline.send import BatchSender
+from persia.pipeline.staleness import served_slots
 from persia.waiting import Attempts
 
 IDS = _native.encode_id_features(
@@ -111,7 +114,7 @@ class Cluster:
         self.server = _native.ParameterServer(
             replica_index=0, replica_size=1, capacity=100, num_internal_shards=1
         )
-        address = f"127.0.0.1:{self.server.start('127.0.0.1', 0)}"
+        address = self.server_address = f"127.0.0.1:{self.server.start('127.0.0.1', 0)}"
         self.workers, self.addresses, self.client = [], [], _native.RemoteClient(2)
         for index in range(2):
             slots = [_native.SlotConfig(name="a", dim=2)]
@@ -222,8 +225,12 @@ def register(cluster: Cluster, index: int) -> BatchReference:
     return BatchReference(index, worker.incarnation, worker.register_batch(0, IDS))
 
 
+def away(*_: Any) -> None:
+    raise UnavailableError("the broker is away")
+
+
 def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    monkeypatch.setattr(backend_module, "is_down", lambda address: address in addresses)
+    monkeypatch.setattr(failover, "is_down", lambda address: address in addresses)
 
 
 def test_gradients_go_on_to_another_worker_when_theirs_dies(
@@ -240,6 +247,38 @@ def test_gradients_go_on_to_another_worker_when_theirs_dies(
         if "has died: its batches continue on other workers" in log.text:
             return
     pytest.fail(log.text)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_batch_that_its_worker_has_released_for_a_new_rank_is_looked_up_again(
+    cluster: Cluster, backend: ClusterBackend, requires_grad: bool
+) -> None:
+    reference = register(cluster, 1)
+    assert [worker.release_waiting() for worker in cluster.workers] == [0, 1]
+    result = backend.lookup(reference, requires_grad=requires_grad, id_features=IDS)
+    before = result.slots[0].rows.copy()
+    if requires_grad:
+        assert backend.return_gradients(result.reference, GRADIENT, scale=1.0).num_updated == 1
+        after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+        np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
+    assert backend._held._batches == {}
+
+
+def test_an_exact_context_looks_a_released_batch_up_again(cluster: Cluster, backend: ClusterBackend) -> None:
+    slots = [_native.SlotConfig(name="a", dim=2)]
+    backend.client.begin_exact(slots=slots, feature_index_prefix_bit=8, served=served_slots(("",)))
+    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
+    exact = ExactCalls(backend)
+    reference = register(cluster, 1)
+    cluster.workers[1].release_waiting()
+    moved = exact.look_up(reference, IDS).reference
+    before = exact.pool(moved).slots[0].rows.copy()
+    exact.apply(moved, GRADIENT, 1.0)
+    assert backend.return_gradients(moved, GRADIENT, scale=1.0).num_updated == 1
+    after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+    np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
+    assert backend._held._batches == {}
+    backend.client.end_exact()
 
 
 def test_an_evaluation_goes_on_at_another_worker(cluster: Cluster, backend: ClusterBackend) -> None:
@@ -262,7 +301,7 @@ def test_only_the_workers_of_slow_calls_are_looked_at(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    monkeypatch.setattr(backend_module, "is_down", looked_at.append)
+    monkeypatch.setattr(failover, "is_down", looked_at.append)
     backend._drop_dead_workers({1})
     assert looked_at == [cluster.addresses[1]]
 
@@ -370,6 +409,19 @@ def test_a_worker_is_gone_once_another_one_answers_at_its_index(
     assert backend.is_gone(reference)
 
 
+def test_a_worker_that_a_loader_found_first_is_waited_for(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank may have lost its broker at that moment."""
+    reference, probe = register(cluster, 1), directory.probe
+    del backend._workers[1]
+    answers: list[Any] = [probe, lambda *_: None, away]
+    monkeypatch.setattr(directory, "probe", lambda *arguments: answers.pop()(*arguments))
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    assert result.reference.worker_index == 1
+    assert answers == []
+
+
 def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     backend: ClusterBackend, directory: WorkerDirectory
 ) -> None:
@@ -400,6 +452,30 @@ def test_a_newcomer_does_not_bring_back_an_old_configuration(
     assert backend._config is new
 
 
+def test_a_newcomer_that_has_died_does_not_hide_its_successor(
+    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, log: Any
+) -> None:
+    """The rank would not hear of it before the deadline of the newcomer's configuration."""
+    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nowhere = f"127.0.0.1:{listener.getsockname()[1]}"
+    for index in range(2):
+        cluster.workers[index].stop()
+    directory.tell(ServiceEvent(EventKind.JOINED, info(0, 98, nowhere)))
+    successor = _native.EmbeddingWorker(
+        slots=[_native.SlotConfig(name="a", dim=2)], feature_index_prefix_bit=8, num_servers=1
+    )
+    successor.set_server(0, cluster.server_address)
+    address = f"127.0.0.1:{successor.start('127.0.0.1', 0)}"
+    try:
+        for index in range(2):
+            directory.tell(ServiceEvent(EventKind.JOINED, info(index, successor.incarnation, address)))
+        assert backend.lookup_direct(IDS, requires_grad=True).slots[0].rows.shape == (1, 2)
+    finally:
+        successor.stop()
+    assert "is not usable" not in log.text
+
+
 def test_a_batch_whose_gradients_are_refused_is_not_kept(cluster: Cluster, backend: ClusterBackend) -> None:
     reference = register(cluster, 0)
     backend.lookup(reference, requires_grad=True, id_features=IDS)
@@ -418,17 +494,17 @@ def test_workers_are_looked_at_side_by_side(
         together.wait(120)  # BrokenBarrierError: they were asked one after the other
         return address == cluster.addresses[1]
 
-    monkeypatch.setattr(backend_module, "is_down", is_down)
-    assert backend_module._down(list(backend._workers.values())) == [backend._workers[1]]
+    monkeypatch.setattr(failover, "is_down", is_down)
+    assert failover.find_down(list(backend._workers.values())) == [backend._workers[1]]
 
 
 def test_a_look_that_fails_leaves_no_threads(
     backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixtures of every test look for threads."""
-    monkeypatch.setattr(backend_module, "is_down", int)  # the address is no number
+    monkeypatch.setattr(failover, "is_down", int)  # the address is no number
     with pytest.raises(ValueError, match="invalid literal"):
-        backend_module._down(list(backend._workers.values()))
+        failover.find_down(list(backend._workers.values()))
 
 
 def test_the_dense_part_of_a_message_is_not_kept() -> None:

@@ -14,7 +14,7 @@ from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.pipeline.send import RegisterBatchHandler
-from persia.roles.embedding_worker import ServerLinks, count_workers, drain
+from persia.roles.embedding_worker import ServerLinks, count_workers, drain, release_waiting
 
 
 class Worker:
@@ -24,6 +24,7 @@ class Worker:
         self.servers: list[tuple[int, str]] = []
         self.replaced: list[list[str]] = []
         self.registered: list[tuple[int, bytes]] = []
+        self.num_released = 0
         self._failure = failure
 
     def set_server(self, index: int, address: str) -> None:
@@ -31,6 +32,10 @@ class Worker:
 
     def replace_servers(self, addresses: list[str]) -> None:
         self.replaced.append(addresses)
+
+    def release_waiting(self) -> int:
+        self.num_released += 1
+        return 1
 
     def register_batch(self, loader_index: int, id_features: Any) -> tuple[int, int]:
         if self._failure is not None:
@@ -48,6 +53,15 @@ def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, **
         address=address,
         **more,
     )
+
+
+def test_waiting_batches_are_released_when_a_rank_joins_but_not_when_it_leaves():
+    worker = Worker()
+    rank = ServiceInfo(role=NN_WORKER, index=0, replicas=1, incarnation=1, address="h:1")
+    release_waiting(worker, ServiceEvent(EventKind.LEFT, rank))
+    assert worker.num_released == 0
+    release_waiting(worker, ServiceEvent(EventKind.JOINED, rank))
+    assert worker.num_released == 1
 
 
 def test_links_follow_restarts_and_ignore_repetitions():
