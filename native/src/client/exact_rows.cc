@@ -312,6 +312,7 @@ Status ExactRows::Apply(const BatchReference& reference, float scale,
 
 // By the servers' code, Shard::UpdateRun. Signs without a gradient are left out of the sums.
 void ExactRows::Replay(Batch& batch) {
+  constexpr uint32_t kAhead = 48;  // RowSteps reads 32 rows at a time
   batch.sum_of.assign(batch.plan.num_signs(), nullptr);
   const worker::ServerBlocks& kept = batch.sums.requests[0];
   const float* sum = batch.sums.gradients[0].data();
@@ -324,6 +325,7 @@ void ExactRows::Replay(Batch& batch) {
       const uint64_t sign = kept.signs[next++];
       while (batch.signs()[number] != sign) ++number;
       batch.sum_of[number] = sum;
+      if (number + kAhead < batch.cells.size()) held_.Prefetch(batch.cells[number + kAhead]);
       steps.Add(policies_->Of(sign), held_.View(batch.cells[number]), sum);
     }
     steps.Flush();

@@ -41,6 +41,12 @@ class HeldRows {
 
   store::RowView View(uint32_t cell) const { return slabs_.View(cell); }
   const float* values(uint32_t cell) const { return slabs_.values(cell); }
+  // The first two cache lines of the row, or nothing for kNoCell.
+  void Prefetch(uint32_t cell) const {
+    if (cell == kNoCell) return;
+    __builtin_prefetch(slabs_.values(cell), 1);
+    __builtin_prefetch(slabs_.values(cell) + 16, 1);
+  }
   uint64_t size() const { return index_.size(); }
   uint64_t memory_bytes() const { return index_.memory_bytes() + slabs_.memory_bytes(); }
 
