@@ -674,7 +674,7 @@ class RemoteClient(EmbeddingClient):
         slots: Sequence[SlotConfig],
         feature_index_prefix_bit: int,
         served: int = 0,
-        max_bytes: int = 1 << 30,  # of rows that no batch in flight needs
+        max_bytes: int = 1073741824,  # of rows that no batch in flight needs
     ) -> None: ...
     def end_exact(self) -> None: ...  # for each begin_exact; until then other calls that train are refused
     def lookup_whole(
