@@ -670,7 +670,12 @@ class RemoteClient(EmbeddingClient):
     def drop_worker(self, index: int) -> None: ...  # its pending calls fail with UnavailableError
     # Of consistency="exact" (persia/pipeline/exact.py), whose batches are pooled and updated here.
     def begin_exact(
-        self, *, slots: Sequence[SlotConfig], feature_index_prefix_bit: int, served: int = 0
+        self,
+        *,
+        slots: Sequence[SlotConfig],
+        feature_index_prefix_bit: int,
+        served: int = 0,
+        max_bytes: int = 1073741824,  # of rows that no batch in flight needs
     ) -> None: ...
     def end_exact(self) -> None: ...  # for each begin_exact; until then other calls that train are refused
     def lookup_whole(

@@ -397,6 +397,11 @@ def get_wire_dtype() -> str:
     return _choice("PERSIA_WIRE_DTYPE", "float32", "float16", "bfloat16")
 
 
+def get_exact_row_bytes() -> int:
+    """`PERSIA_EXACT_ROW_BYTES`: rows that a rank with consistency="exact" holds beside those in flight."""
+    return _integer("PERSIA_EXACT_ROW_BYTES", 1 << 30)
+
+
 def get_num_threads() -> int | None:
     """`PERSIA_NUM_THREADS`: threads of an engine in this process; None when it is not set."""
     return _integer("PERSIA_NUM_THREADS", minimum=1) if "PERSIA_NUM_THREADS" in os.environ else None

@@ -2,6 +2,10 @@
 //
 // The bytes that a batch moves between the processes are printed first, counted by their channels.
 //
+// Each round of a side draws new batches of the same law, as exact mode holds the rows of batches
+// that it has seen. Exact mode has a cluster of its own, since another trainer of its rows would be
+// a mistake.
+//
 // The embedded side is EmbeddingBags. The cluster side is an EmbeddingWorker over RemoteRows and
 // two ParameterServers, over TCP on the loopback, all in this process; once with the worker called
 // directly, and once with RemoteClient and WorkerService between, so that embeddings and
@@ -52,7 +56,7 @@ namespace persia::client {
 namespace {
 
 constexpr uint32_t kBatchSize = 4096;
-constexpr size_t kBatches = 16;
+constexpr size_t kBatches = 48;
 constexpr uint32_t kServers = 2;
 
 using Clock = std::chrono::steady_clock;
@@ -90,6 +94,16 @@ std::vector<std::byte> ToMessage(const bench::Batch& batch, const Workload& work
   return Must(EncodeIdFeatures(features));
 }
 
+// Others than before.
+void DrawBatches(Workload* workload) {
+  static uint64_t seed = 0;
+  workload->batches = bench::MakeBatches(workload->vocabularies, kBatchSize, kBatches, 0, ++seed);
+  workload->messages.clear();
+  for (const bench::Batch& batch : workload->batches) {
+    workload->messages.push_back(ToMessage(batch, *workload));
+  }
+}
+
 Workload MakeWorkload(uint64_t most_rows, uint32_t dim) {
   Workload workload;
   for (const uint64_t size : bench::kCriteoKaggle) {
@@ -98,10 +112,7 @@ Workload MakeWorkload(uint64_t most_rows, uint32_t dim) {
     workload.vocabularies.push_back(std::min(size, most_rows));
     workload.slots.push_back({.name = name, .dim = dim, .group = slot});
   }
-  workload.batches = bench::MakeBatches(workload.vocabularies, kBatchSize, kBatches, 0);
-  for (const bench::Batch& batch : workload.batches) {
-    workload.messages.push_back(ToMessage(batch, workload));
-  }
+  DrawBatches(&workload);
   workload.gradients.assign(kBatchSize * dim * workload.slots.size(), 1e-3f);
   return workload;
 }
@@ -325,15 +336,16 @@ void Train(size_t count, const Side& side) {
 }
 
 // What comes first finds the caches as another side left them, so it is not timed.
-void RunRound(Side* side) {
-  constexpr size_t kCount = 3 * kBatches;
-  Train(kBatches, *side);
+void RunRound(Workload* workload, Side* side) {
+  DrawBatches(workload);
+  Train(kBatches / 3, *side);
+  DrawBatches(workload);
   const auto begin = Clock::now();
   const double cpu_begin = CpuMilliseconds();
-  Train(kCount, *side);
+  Train(kBatches, *side);
   const std::chrono::duration<double, std::milli> wall = Clock::now() - begin;
-  side->wall_ms.push_back(wall.count() / kCount);
-  side->cpu_ms.push_back((CpuMilliseconds() - cpu_begin) / kCount);
+  side->wall_ms.push_back(wall.count() / kBatches);
+  side->cpu_ms.push_back((CpuMilliseconds() - cpu_begin) / kBatches);
 }
 
 double Median(std::vector<double> values) {
@@ -341,16 +353,25 @@ double Median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
-void PrintBytes(const Cluster& cluster, const Side& side) {
+// Of kBatches new batches, after so many batches before.
+void PrintBytes(Workload* workload, const Cluster& cluster, const Side& side, size_t num_before) {
+  for (size_t i = 0; i < num_before; i += kBatches) {
+    DrawBatches(workload);
+    Train(kBatches, side);
+  }
+  DrawBatches(workload);
   const uint64_t before = cluster.NumBytes();
-  Train(3 * kBatches, side);
-  std::printf("MB/batch between client, worker and servers, %s, %u in flight: %.2f\n",
-              side.name.c_str(), side.in_flight,
-              static_cast<double>(cluster.NumBytes() - before) / (3 * kBatches) * 1e-6);
+  Train(kBatches, side);
+  std::printf(
+      "MB/batch between client, worker and servers, %s, %u in flight, after %zu more batches: "
+      "%.2f\n",
+      side.name.c_str(), side.in_flight, num_before,
+      static_cast<double>(cluster.NumBytes() - before) / kBatches * 1e-6);
 }
 
 // Worker called directly, over a client, and by exact mode, with 1, 2 and 4 batches in flight.
-void AddSides(const std::string& prefix, Cluster& cluster, std::vector<Side>* sides) {
+void AddSides(const std::string& prefix, Cluster& cluster, Cluster& exact,
+              std::vector<Side>* sides) {
   for (const uint32_t in_flight : {1, 2, 4}) {
     sides->push_back({prefix + "worker", in_flight, [&](size_t n) { cluster.TrainInProcess(n); }});
   }
@@ -359,7 +380,7 @@ void AddSides(const std::string& prefix, Cluster& cluster, std::vector<Side>* si
         {prefix + "client, worker", in_flight, [&](size_t n) { cluster.TrainRemotely(n); }});
   }
   for (const uint32_t in_flight : {1, 2, 4}) {
-    sides->push_back({prefix + "exact", in_flight, [&](size_t n) { cluster.TrainExactly(n); }});
+    sides->push_back({prefix + "exact", in_flight, [&](size_t n) { exact.TrainExactly(n); }});
   }
 }
 
@@ -373,22 +394,23 @@ std::unique_ptr<Cluster> MakeTlsCluster(const Workload& workload, const char* ce
 }
 
 // `only`: the one side to run, counted from 1; 0: all. `certificate` and `key`: null without TLS.
-void Run(int rounds, const Workload& workload, size_t only, const char* certificate,
-         const char* key) {
+void Run(int rounds, Workload& workload, size_t only, const char* certificate, const char* key) {
   Embedded one(workload, 1);
   Embedded two(workload, 2);
-  Cluster cluster(workload);
+  Cluster cluster(workload), exact(workload);
   std::vector<Side> sides = {{"embedded, 1 thread", 1, [&](size_t n) { one.Train(n); }},
                              {"embedded, 2 threads", 1, [&](size_t n) { two.Train(n); }}};
-  AddSides("", cluster, &sides);
-  std::unique_ptr<Cluster> encrypted;
+  AddSides("", cluster, exact, &sides);
+  std::unique_ptr<Cluster> encrypted, encrypted_exact;
   if (key != nullptr) {
     encrypted = MakeTlsCluster(workload, certificate, key);
-    AddSides("TLS: ", *encrypted, &sides);
+    encrypted_exact = MakeTlsCluster(workload, certificate, key);
+    AddSides("TLS: ", *encrypted, *encrypted_exact, &sides);
   }
-  PrintBytes(cluster, {"hybrid", 1, [&](size_t n) { cluster.TrainRemotely(n); }});
-  for (const uint32_t in_flight : {1, 4, 8}) {
-    PrintBytes(cluster, {"exact", in_flight, [&](size_t n) { cluster.TrainExactly(n); }});
+  PrintBytes(&workload, cluster, {"hybrid", 1, [&](size_t n) { cluster.TrainRemotely(n); }}, 0);
+  for (const size_t num_before : {0, 48, 96, 192, 384}) {
+    const Side side{"exact", 4, [&](size_t n) { exact.TrainExactly(n); }};
+    PrintBytes(&workload, exact, side, num_before);
   }
   BarePool bare(BytesOf(workload));
   for (const uint32_t in_flight : {1, 2, 4}) {
@@ -396,7 +418,7 @@ void Run(int rounds, const Workload& workload, size_t only, const char* certific
   }
   if (only > 0 && only <= sides.size()) sides = {sides[only - 1]};
   for (int round = 0; round < rounds; ++round) {
-    for (Side& side : sides) RunRound(&side);
+    for (Side& side : sides) RunRound(&workload, &side);
   }
   const auto num_ids = static_cast<double>(workload.batches[0].values.size());
   const double one_thread_ms = only > 0 ? NAN : Median(sides[0].wall_ms);
@@ -424,6 +446,7 @@ int main(int argc, char** argv) {
         "usage: cluster_bench [ROUNDS [MOST_ROWS_A_SLOT [DIM [SIDE [CERTIFICATE KEY]]]]]\n");
     return 2;
   }
-  persia::client::Run(rounds, persia::client::MakeWorkload(most_rows, dim), side,
-                      argc > 6 ? argv[5] : nullptr, argc > 6 ? argv[6] : nullptr);
+  auto workload = persia::client::MakeWorkload(most_rows, dim);
+  persia::client::Run(rounds, workload, side, argc > 6 ? argv[5] : nullptr,
+                      argc > 6 ? argv[6] : nullptr);
 }

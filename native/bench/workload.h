@@ -55,8 +55,8 @@ struct Batch {
 
 // `mean_ids` of 0: exactly one ID a sample, else a Poisson law.
 inline std::vector<Batch> MakeBatches(const std::vector<uint64_t>& vocabularies, size_t batch_size,
-                                      size_t count, double mean_ids) {
-  std::mt19937_64 random(1);
+                                      size_t count, double mean_ids, uint64_t seed = 1) {
+  std::mt19937_64 random(seed);
   std::uniform_real_distribution<double> uniform;
   std::poisson_distribution<int64_t> poisson(std::max(mean_ids, 1e-9));
   std::vector<Batch> batches(count);

@@ -1,7 +1,7 @@
 """consistency="exact": lookups ahead of updates, with the results of synchronous training (docs/adr/0054).
 
-In: the batches of one rank. Out: calls of the native client, which holds the rows of batches in flight and
-replays the rank's own updates on them. The embedding worker and servers get the updates as in other modes.
+In: the batches of one rank. Out: calls of the native client, which holds rows and replays the rank's
+own updates on them. The embedding worker and servers get the updates as in other modes.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class ExactCalls:
             slots=slots.native_slots(),
             feature_index_prefix_bit=slots.feature_index_prefix_bit,
             served=served_slots(backend.slot_modes),
+            max_bytes=env.get_exact_row_bytes(),
         )
         backend.num_exact += 1
         return cls(backend)

@@ -128,6 +128,7 @@ def test_what_is_no_url_of_a_broker(monkeypatch: pytest.MonkeyPatch, url: str) -
         (env.get_nats_url, "PERSIA_NATS_URL", "http://x"),
         (env.get_log_level, "LOG_LEVEL", "loud"),
         (env.get_wire_dtype, "PERSIA_WIRE_DTYPE", "float8"),
+        (env.get_exact_row_bytes, "PERSIA_EXACT_ROW_BYTES", "-1"),
         (env.get_num_threads, "PERSIA_NUM_THREADS", "0"),
         (env.get_num_threads, "PERSIA_NUM_THREADS", "all"),
         (env.get_deadline_s, "PERSIA_DEADLINE_SEC", "0"),

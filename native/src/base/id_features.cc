@@ -1,22 +1,42 @@
 #include "base/id_features.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <unordered_set>
 
 #include "base/bytes.h"
+#include "base/hash.h"
+#include "base/narrow_numbers.h"
 
 namespace persia {
 namespace {
 
 constexpr uint32_t kMagic = 0x42444950;  // "PIDB"
-constexpr uint32_t kVersion = 1;
-constexpr uint32_t kWeightedVersion =
-    2;  // with flags and weights; written only where there are any
+constexpr uint32_t kVersion = 3;
+constexpr uint32_t kWeightedVersion = 2;  // with flags and weights; version 1 has neither
 
-enum FeatureFlags : uint32_t { kHasWeights = 1 };
+enum FeatureFlags : uint32_t {
+  kHasWeights = 1,
+  kOneIdEach = 2,  // each sample has one: without offsets
+  kNumbered = 4,   // distinct IDs, and the number of each ID among them
+};
+constexpr uint32_t kKnownFlags = kHasWeights | kOneIdEach | kNumbered;
+constexpr uint32_t kIdBytesShift = 8;  // above the flags: the bytes of an ID
+
+// Offsets of samples with one ID each.
+std::span<const uint32_t> OneIdEach(uint32_t batch_size) {
+  static const auto offsets = [] {
+    std::array<uint32_t, kMaxBatchSize + 1> all;
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  }();
+  return std::span(offsets).first(size_t{batch_size} + 1);
+}
 
 // Branch-free over the array, so that checking costs little beside copying it.
 bool NonDecreasing(std::span<const uint32_t> offsets) {
@@ -82,26 +102,153 @@ Status CheckBatch(const IdFeatures& batch) {
   return Status::Ok();
 }
 
-// One feature in place. The order of the reads is the format; failures show once, at the end.
+// Of numbers below `count`.
+uint8_t NumberBytes(uint64_t count) { return BytesFor(count == 0 ? 0 : count - 1); }
+
+Status CutShort() {
+  return Corruption("ID features: the message ends before its last feature does");
+}
+
+// The offsets and IDs of version 3. Its numbers are the peer's word, and are compared here.
+Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t least,
+                  uint64_t num_distinct, IdFeature* feature, IdFeatures* batch) {
+  const uint32_t id_bytes = flags >> kIdBytesShift;
+  const bool numbered = (flags & kNumbered) != 0;
+  if ((flags & 0xff & ~kKnownFlags) != 0 || id_bytes < 1 || id_bytes > 8) {
+    return Corruption("ID features: feature '", feature->name, "' has flags ", flags & 0xff,
+                      " and IDs of ", id_bytes, " bytes; known are flags up to ", kKnownFlags,
+                      ", and 1 to 8 bytes");
+  }
+  if (num_distinct > num_ids || (num_distinct > 0) != (numbered && num_ids > 0)) {
+    return Corruption("ID features: feature '", feature->name, "' has ", num_distinct,
+                      " distinct IDs of ", num_ids);
+  }
+  feature->offsets = (flags & kOneIdEach) != 0
+                         ? OneIdEach(batch->batch_size)
+                         : reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
+  auto ids = ReadNumbers<uint64_t>(reader, static_cast<uint8_t>(id_bytes),
+                                   numbered ? num_distinct : num_ids, least);
+  if (numbered && num_ids > 0) {
+    const auto numbers = ReadNumbers<uint32_t>(reader, NumberBytes(num_distinct), num_ids);
+    if (!reader->ok()) return Status::Ok();
+    if (*std::ranges::max_element(numbers) >= num_distinct) {
+      return Corruption("ID features: feature '", feature->name, "' has a number above its ",
+                        num_distinct, " distinct IDs");
+    }
+    std::vector<uint64_t> all(num_ids);
+    for (size_t i = 0; i < all.size(); ++i) all[i] = ids[numbers[i]];
+    ids = std::move(all);
+  }
+  const auto storage = std::make_shared<const std::vector<uint64_t>>(std::move(ids));
+  feature->ids = *storage;
+  batch->storage.push_back(storage);
+  return Status::Ok();
+}
+
+// The order of the reads is the format; a message that is cut short shows at the end.
 Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
   const auto name_bytes = reader->Get<uint32_t>();
-  const auto flags = reader->Get<uint32_t>();  // reserved without weights
+  const auto flags = reader->Get<uint32_t>();  // reserved in version 1
   const auto num_ids = reader->Get<uint64_t>();
   IdFeature feature;
-  feature.name = reader->GetString(name_bytes);
-  feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
-  feature.ids = reader->GetArray<uint64_t>(num_ids);
-  if (version == kWeightedVersion) {
-    if (reader->ok() && (flags & ~uint32_t{kHasWeights}) != 0) {
+  if (version == kVersion) {
+    const auto least = reader->Get<uint64_t>();
+    const auto num_distinct = reader->Get<uint64_t>();
+    feature.name = reader->GetString(name_bytes);
+    if (!reader->ok()) return CutShort();
+    PERSIA_RETURN_IF_ERROR(
+        ReadNarrow(reader, flags, num_ids, least, num_distinct, &feature, batch));
+  } else {
+    feature.name = reader->GetString(name_bytes);
+    feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
+    feature.ids = reader->GetArray<uint64_t>(num_ids);
+    if (version == kWeightedVersion && reader->ok() && (flags & ~uint32_t{kHasWeights}) != 0) {
       return Corruption("ID features: feature '", feature.name, "' has flags ", flags,
                         "; known is 1 (weights)");
     }
-    if ((flags & kHasWeights) != 0) feature.weights = reader->GetArray<float>(num_ids);
   }
-  if (!reader->ok())
-    return Corruption("ID features: the message ends before its last feature does");
+  if (version >= kWeightedVersion && (flags & kHasWeights) != 0) {
+    feature.weights = reader->GetArray<float>(num_ids);
+  }
+  if (!reader->ok()) return CutShort();
   batch->features.push_back(feature);
   return Status::Ok();
+}
+
+// Numbers IDs in the order of their first appearance; keeps its memory from one feature to the
+// next.
+class Distinct {
+ public:
+  // False: there are more than `most`.
+  bool Number(std::span<const uint64_t> ids, size_t most) {
+    ids_.clear();
+    numbers_.resize(ids.size());
+    const size_t mask = std::bit_ceil(2 * ids.size()) - 1;
+    table_.assign(mask + 1, 0);
+    for (size_t i = 0; i < ids.size(); ++i) {
+      size_t place = SignHash(ids[i]) & mask;
+      while (table_[place] != 0 && ids_[table_[place] - 1] != ids[i]) place = (place + 1) & mask;
+      if (table_[place] == 0) {
+        if (ids_.size() == most) return false;
+        ids_.push_back(ids[i]);
+        table_[place] = static_cast<uint32_t>(ids_.size());
+      }
+      numbers_[i] = table_[place] - 1;
+    }
+    return true;
+  }
+  std::span<const uint64_t> ids() const { return ids_; }
+  std::span<const uint32_t> numbers() const { return numbers_; }
+
+ private:
+  std::vector<uint64_t> ids_;
+  std::vector<uint32_t> numbers_;
+  std::vector<uint32_t> table_;  // 1 + number; 0: empty
+};
+
+template <typename Value>
+void PutNumbers(ByteWriter* writer, uint8_t bytes, size_t count, Value value) {
+  thread_local std::vector<std::byte> packed;
+  packed.resize(count * bytes);
+  PackNumbers(bytes, count, value, packed.data());
+  writer->PutArray(std::span<const std::byte>(packed));
+}
+
+void WriteFeature(const IdFeature& feature, Distinct* distinct, ByteWriter* writer) {
+  constexpr size_t kMostNumbered = 1 << 24;  // the table has 8 to 16 bytes for each
+  const std::span<const uint64_t> ids = feature.ids;
+  uint64_t least = 0, greatest = 0;
+  if (!ids.empty()) {
+    const auto [min, max] = std::ranges::minmax(ids);
+    least = min;
+    greatest = max;
+  }
+  const uint8_t id_bytes = BytesFor(greatest - least);
+  const size_t num_bytes = ids.size() * id_bytes;
+  // A number has at least a byte.
+  const bool numbered =
+      ids.size() <= kMostNumbered && distinct->Number(ids, (num_bytes - ids.size()) / id_bytes) &&
+      distinct->ids().size() * id_bytes + ids.size() * NumberBytes(distinct->ids().size()) <
+          num_bytes;
+  const bool one_id_each = std::ranges::equal(
+      feature.offsets, OneIdEach(static_cast<uint32_t>(feature.offsets.size() - 1)));
+  const std::span<const uint64_t> sent = numbered ? distinct->ids() : ids;
+  writer->Put(static_cast<uint32_t>(feature.name.size()));
+  writer->Put((feature.weights.empty() ? 0 : uint32_t{kHasWeights}) |
+              (one_id_each ? uint32_t{kOneIdEach} : 0) | (numbered ? uint32_t{kNumbered} : 0) |
+              uint32_t{id_bytes} << kIdBytesShift);
+  writer->Put(uint64_t{ids.size()});
+  writer->Put(least);
+  writer->Put(numbered ? uint64_t{sent.size()} : uint64_t{0});
+  writer->PutString(feature.name);
+  if (!one_id_each) writer->PutArray(feature.offsets);
+  PutNumbers(writer, id_bytes, sent.size(), [&](size_t i) { return sent[i] - least; });
+  if (numbered) {
+    const std::span<const uint32_t> numbers = distinct->numbers();
+    PutNumbers(writer, NumberBytes(sent.size()), numbers.size(),
+               [&](size_t i) { return numbers[i]; });
+  }
+  if (!feature.weights.empty()) writer->PutArray(feature.weights);
 }
 
 }  // namespace
@@ -118,23 +265,11 @@ StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   ByteWriter writer;
   writer.Reserve(size);
   writer.Put(kMagic);
-  // The old version where it suffices, so that workers that do not know weights take batches
-  // without them.
-  const bool weighted =
-      std::any_of(batch.features.begin(), batch.features.end(),
-                  [](const IdFeature& feature) { return !feature.weights.empty(); });
-  writer.Put(weighted ? kWeightedVersion : kVersion);
+  writer.Put(kVersion);
   writer.Put(static_cast<uint32_t>(batch.features.size()));
   writer.Put(batch.batch_size);
-  for (const IdFeature& feature : batch.features) {
-    writer.Put(static_cast<uint32_t>(feature.name.size()));
-    writer.Put(feature.weights.empty() ? uint32_t{0} : uint32_t{kHasWeights});
-    writer.Put(uint64_t{feature.ids.size()});
-    writer.PutString(feature.name);
-    writer.PutArray(feature.offsets);
-    writer.PutArray(feature.ids);
-    if (!feature.weights.empty()) writer.PutArray(feature.weights);
-  }
+  thread_local Distinct distinct;
+  for (const IdFeature& feature : batch.features) WriteFeature(feature, &distinct, &writer);
   return writer.Release();
 }
 
@@ -147,8 +282,8 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   batch.batch_size = reader.Get<uint32_t>();
   if (!reader.ok()) return Corruption("ID features: the message ends within its header");
   if (magic != kMagic) return Corruption("ID features: the magic number is not PIDB");
-  if (version != kVersion && version != kWeightedVersion) {
-    return Corruption("ID features: version ", version, "; this build reads 1 and 2");
+  if (version < 1 || version > kVersion) {
+    return Corruption("ID features: version ", version, "; this build reads 1 to ", kVersion);
   }
   PERSIA_RETURN_IF_ERROR(CheckHead(batch.batch_size, num_features));
   for (uint32_t i = 0; i < num_features; ++i) {

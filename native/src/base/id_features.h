@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -30,14 +31,18 @@ struct IdFeature {
 struct IdFeatures {
   uint32_t batch_size = 0;
   std::vector<IdFeature> features;
+  // What decoded features view beside the message.
+  std::vector<std::shared_ptr<const std::vector<uint64_t>>> storage = {};
 };
 
-// kInvalidArgument: no feature, a repeated or empty name, a batch size above kMaxBatchSize, offsets
+// Numbers the IDs of a feature where distinct IDs and numbers are fewer bytes. kInvalidArgument: no
+// feature, a repeated or empty name, a batch size above kMaxBatchSize, offsets
 // that do not fit, weights that do not fit or are not finite.
 StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch);
 
-// Views into `message`, which must start at a multiple of 8 and outlive them. kCorruption: not the
-// form of the wire format; otherwise as EncodeIdFeatures.
+// Views into the result and into `message`, which must start at a multiple of 8 and outlive them.
+// IDs may take 8 times the memory of the message. kCorruption: not the form of the wire format;
+// otherwise as EncodeIdFeatures.
 StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message);
 
 }  // namespace persia

@@ -2,12 +2,16 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "base/buffer.h"
+#include "base/bytes.h"
+#include "base/hash.h"
 
 namespace persia {
 namespace {
@@ -72,23 +76,124 @@ TEST(IdFeatures, RefusesWeightsThatDoNotFitOrAreNotFinite) {
   }
 }
 
-// Readers that do not know weights take batches without them, whose flags are a reserved word.
-TEST(IdFeatures, WithoutWeightsTheVersionIsTheFirst) {
-  Buffer message = Encoded(Batch());
-  const uint32_t first = 1, reserved = 1;
-  EXPECT_EQ(std::memcmp(message.data() + 4, &first, sizeof(first)), 0);
-  std::memcpy(message.data() + 20, &reserved, sizeof(reserved));
-  const auto decoded = DecodeIdFeatures(message.span());
+// As older builds wrote it, in version 1 and, with weights, 2.
+Buffer OldMessage(const IdFeatures& batch, uint32_t version) {
+  ByteWriter writer;
+  for (const uint32_t field : {0x42444950u, version, uint32_t(batch.features.size())}) {
+    writer.Put(field);
+  }
+  writer.Put(batch.batch_size);
+  for (const IdFeature& feature : batch.features) {
+    writer.Put(static_cast<uint32_t>(feature.name.size()));
+    writer.Put(version == 1 || !feature.weights.empty() ? 1u : 0u);  // 1 is reserved in version 1
+    writer.Put(uint64_t{feature.ids.size()});
+    writer.PutString(feature.name);
+    writer.PutArray(feature.offsets);
+    writer.PutArray(feature.ids);
+    if (!feature.weights.empty()) writer.PutArray(feature.weights);
+  }
+  Buffer buffer(writer.size());
+  std::memcpy(buffer.data(), writer.span().data(), writer.size());
+  return buffer;
+}
+
+TEST(IdFeatures, ReadsOlderVersions) {
+  const Buffer first = OldMessage(Batch(), 1);
+  const auto decoded = DecodeIdFeatures(first.span());
   ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
-  EXPECT_EQ(decoded.value().features[0].ids.size(), 3u);
+  EXPECT_TRUE(std::ranges::equal(decoded.value().features[0].ids, kIds));
   EXPECT_TRUE(decoded.value().features[0].weights.empty());
+  const std::array<float, 3> weights = {0.5f, -1.0f, 0.0f};
+  const Buffer second = OldMessage(WeightedBatch(weights), 2);
+  const auto weighted = DecodeIdFeatures(second.span());
+  ASSERT_TRUE(weighted.ok()) << weighted.status().ToString();
+  EXPECT_TRUE(std::ranges::equal(weighted.value().features[0].weights, weights));
+}
+
+struct Column {
+  std::vector<uint32_t> offsets;
+  std::vector<uint64_t> ids;
+};
+
+// One ID a sample: `id(sample)`.
+template <typename Id>
+Column OneEach(uint32_t batch_size, Id id) {
+  Column column;
+  for (uint32_t i = 0; i <= batch_size; ++i) column.offsets.push_back(i);
+  for (uint32_t i = 0; i < batch_size; ++i) column.ids.push_back(id(i));
+  return column;
+}
+
+size_t ExpectRoundTrip(const Column& column) {
+  const auto batch_size = static_cast<uint32_t>(column.offsets.size() - 1);
+  const Buffer message = Encoded({batch_size, {{"age", column.offsets, column.ids}}});
+  const auto decoded = DecodeIdFeatures(message.span());
+  EXPECT_TRUE(decoded.ok()) << decoded.status().ToString();
+  if (!decoded.ok()) return 0;
+  EXPECT_TRUE(std::ranges::equal(decoded.value().features[0].ids, column.ids));
+  EXPECT_TRUE(std::ranges::equal(decoded.value().features[0].offsets, column.offsets));
+  return message.size();
+}
+
+TEST(IdFeatures, IdsTakeTheFewestBytes) {
+  constexpr uint32_t kSize = 1000;
+  constexpr size_t kHead = 16 + 32 + 8 + 8;  // with the name and padding
+  for (uint32_t width = 1; width <= 8; ++width) {
+    const uint64_t greatest = UINT64_MAX >> (64 - 8 * width);
+    const uint64_t least = width == 8 ? 0 : 1ull << 60;
+    const auto column = OneEach(kSize, [&](uint64_t i) {
+      return least + (i == 0 ? greatest : i == 1 ? 0 : SignHash(i) & greatest);
+    });
+    EXPECT_LE(ExpectRoundTrip(column), kHead + kSize * width) << width;
+  }
+  // Few distinct ones of 8 bytes: a byte for the number of each.
+  const auto repeated = OneEach(kSize, [](uint64_t i) { return SignHash(i % 7); });
+  EXPECT_LE(ExpectRoundTrip(repeated), kHead + 7 * 8 + kSize);
+  const auto more = OneEach(kSize, [](uint64_t i) { return SignHash(i % 300); });
+  EXPECT_LE(ExpectRoundTrip(more), kHead + 300 * 8 + 2 * kSize);
+  EXPECT_LE(ExpectRoundTrip(OneEach(kSize, [](uint64_t) { return UINT64_MAX; })), kHead + kSize);
+  ExpectRoundTrip({{0, 0, 3, 3}, {5, 5, 1ull << 40}});
+  ExpectRoundTrip({{0}, {}});
+}
+
+// Of 40 IDs with 4 distinct ones of 8 bytes.
+Buffer Numbered() {
+  const auto column = OneEach(40, [](uint64_t i) { return SignHash(i % 4); });
+  return Encoded({40, {{"age", column.offsets, column.ids}}});
+}
+
+TEST(IdFeatures, MalformedWidthsAndNumbersAreCorruption) {
+  constexpr size_t kFlags = 16 + 4, kNumIds = 16 + 8, kNumDistinct = 16 + 24, kRest = 16 + 32 + 8;
+  const auto code_with = [](size_t place, uint64_t value, size_t num_bytes) {
+    Buffer message = Numbered();
+    std::memcpy(message.data() + place, &value, num_bytes);
+    return DecodeIdFeatures(message.span()).status().code();
+  };
+  ASSERT_TRUE(DecodeIdFeatures(Numbered().span()).ok());
+  for (const uint8_t width : {0, 9, 255}) {
+    EXPECT_EQ(code_with(kFlags + 1, width, 1), StatusCode::kCorruption) << int{width};
+  }
+  EXPECT_EQ(code_with(kFlags + 2, 1, 1), StatusCode::kCorruption);
+  EXPECT_EQ(code_with(kFlags, 8, 1), StatusCode::kCorruption);
+  for (const uint64_t count : {uint64_t{0}, uint64_t{41}, UINT64_MAX, uint64_t{5}, uint64_t{3}}) {
+    EXPECT_EQ(code_with(kNumDistinct, count, 8), StatusCode::kCorruption) << count;
+  }
+  for (const uint64_t count : {uint64_t{0}, uint64_t{1} << 61, UINT64_MAX}) {
+    EXPECT_EQ(code_with(kNumIds, count, 8), StatusCode::kCorruption) << count;
+  }
+  EXPECT_EQ(code_with(kRest + 4 * 8 + 39, 4, 1), StatusCode::kCorruption) << "a number of 4 IDs";
+  EXPECT_EQ(code_with(kRest + 4 * 8 + 39, 3, 1), StatusCode::kOk);
+  Buffer message = Numbered();
+  for (size_t size = 0; size < message.size(); ++size) {
+    EXPECT_EQ(DecodeIdFeatures(message.span().first(size)).status().code(), StatusCode::kCorruption)
+        << size;
+  }
 }
 
 TEST(IdFeatures, UnknownFlagsAreCorruption) {
   const std::array<float, 3> weights = {0.5f, -1.0f, 0.0f};
   Buffer message = Encoded(WeightedBatch(weights));
-  const uint32_t flags = 2;
-  std::memcpy(message.data() + 20, &flags, sizeof(flags));
+  message.data()[20] |= std::byte{16};
   EXPECT_EQ(DecodeIdFeatures(message.span()).status().code(), StatusCode::kCorruption);
 }
 

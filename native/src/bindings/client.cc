@@ -81,9 +81,9 @@ worker::ReturnReport ReturnGradients(EmbeddingClient& self, const BatchReference
 }
 
 void BeginExact(RemoteClient& self, std::vector<worker::SlotConfig> slots,
-                uint32_t feature_index_prefix_bit, SlotMask served) {
-  RaiseIfError(self.BeginExact(
-      ValueOrRaise(client::ExactRows::Create(feature_index_prefix_bit, std::move(slots), served))));
+                uint32_t feature_index_prefix_bit, SlotMask served, uint64_t max_bytes) {
+  RaiseIfError(self.BeginExact(ValueOrRaise(
+      client::ExactRows::Create(feature_index_prefix_bit, std::move(slots), served, max_bytes))));
 }
 
 LookupResult LookupWhole(RemoteClient& self, const BatchReference& reference,
@@ -163,7 +163,8 @@ void BindImplementations(py::module_& module) {
       .def("retire_worker", Blocking(&RemoteClient::RetireWorker), py::arg("index"))
       .def("drop_worker", Blocking(&RemoteClient::DropWorker), py::arg("index"))
       .def("begin_exact", &BeginExact, py::kw_only(), py::arg("slots"),
-           py::arg("feature_index_prefix_bit"), py::arg("served") = client::kAllSlots)
+           py::arg("feature_index_prefix_bit"), py::arg("served") = client::kAllSlots,
+           py::arg("max_bytes") = client::ExactRows::kMaxBytes)
       .def("end_exact", Blocking(&RemoteClient::EndExact))
       .def("lookup_whole", &LookupWhole, py::arg("reference"), py::arg("id_features"),
            py::kw_only(), py::arg("timeout_s") = 60.0)

@@ -27,7 +27,8 @@ Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
 
 void RemoteClient::EndExact() {
   const std::lock_guard lock(exact_mutex_);
-  if (num_exact_ > 0) --num_exact_;
+  if (num_exact_ == 0 || --num_exact_ > 0) return;
+  exact_->Forget();  // it stays for its metrics
 }
 
 // A copy of the pointer, so that calls in progress keep the rows while another thread ends the
@@ -64,6 +65,7 @@ StatusOr<LookupResult> RemoteClient::LookupWhole(const BatchReference& reference
     return net::Call(*channel, worker::kLookupWhole, request, deadline);
   };
   auto answer = call();
+  while (answer.ok() && rows.AsksAgain(*batch, *answer, &request)) answer = call();
   if (!answer.ok()) {
     rows.Abandon(batch);
     return answer.status();

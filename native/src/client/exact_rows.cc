@@ -9,7 +9,6 @@
 
 namespace persia::client {
 
-using store::SignKey;
 using worker::BatchReference;
 using worker::SlotGradient;
 
@@ -25,18 +24,10 @@ struct ExactRows::Batch {
   std::vector<const float*> sum_of;  // by sign number; null: without a gradient
 
   std::span<const uint64_t> signs() const { return plan.requests[0].signs; }
+  bool Wants(uint32_t sign) const { return (wanted[sign / 64] >> sign % 64 & 1) != 0; }
 };
 
 namespace {
-
-// Calls use(group, number) for each sign of the slots that servers have.
-template <typename Use>
-void ForEachServed(const worker::LookupPlan& plan, worker::SlotMask served, Use use) {
-  for (const worker::PlannedGroup& group : plan.groups) {
-    if (!worker::Includes(served, group.mode)) continue;
-    for (uint32_t i = 0; i < group.num_signs; ++i) use(group, group.first_number + i);
-  }
-}
 
 bool IsSameWorker(const BatchReference& a, const BatchReference& b) {
   return a.worker_index == b.worker_index && a.worker_incarnation == b.worker_incarnation;
@@ -74,10 +65,11 @@ void UseSums(const worker::LookupPlan& plan, std::span<const float* const> sum_o
 
 StatusOr<std::unique_ptr<ExactRows>> ExactRows::Create(uint32_t feature_index_prefix_bit,
                                                        std::vector<worker::SlotConfig> slots,
-                                                       worker::SlotMask served) {
+                                                       worker::SlotMask served,
+                                                       uint64_t max_bytes) {
   PERSIA_ASSIGN_OR_RETURN(worker::SlotTable table,
                           worker::SlotTable::Create(feature_index_prefix_bit, std::move(slots)));
-  return std::unique_ptr<ExactRows>(new ExactRows(std::move(table), served));
+  return std::unique_ptr<ExactRows>(new ExactRows(std::move(table), served, max_bytes));
 }
 
 Status ExactRows::Configure(const TrainConfig& config) {
@@ -95,8 +87,8 @@ bool ExactRows::HasConfig(const TrainConfig& config) const {
   return policies_ != nullptr && config_ == config;
 }
 
-// The rows that the rank holds are pinned in the same step that decides not to ask for them:
-// between the two, an acknowledged update could let go of them.
+// The batch uses the rows that the rank holds in the same step that decides not to ask for them:
+// between the two, they could be evicted.
 StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_features,
                                                worker::LookupWholeRequest* request,
                                                worker::Deadline deadline) {
@@ -109,32 +101,52 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
   // For one server, so that a sign's number is its place among the signs. The worker has the same
   // numbers for any number of servers.
   batch->plan = planner.Make(features, slots_, /*num_servers=*/1);
-  const uint32_t num_signs = batch->plan.num_signs();
-  batch->cells.assign(num_signs, store::RowSlabs::kNoCell);
-  batch->wanted.assign((num_signs + 63) / 64, 0);
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_until(lock, deadline, [&] { return num_other_rows_ == 0; })) {
-    return DeadlineExceeded("rows are still being set, cleared or loaded");
+  if (!changed_.wait_until(lock, deadline, [&] { return num_other_rows_ == 0 && !is_probing_; })) {
+    return DeadlineExceeded(is_probing_ ? "the lookup before this one is not answered"
+                                        : "rows are still being set, cleared or loaded");
   }
   PERSIA_RETURN_IF_ERROR(status_);
   if (policies_ == nullptr) return FailedPrecondition("the embedding optimizer is not configured");
+  is_probing_ = in_use_.empty() && held_.size() > 0;
   batch->number = next_number_++;
   looking_up_.insert(batch->number);
+  in_use_.insert(batch->number);
+  Want(*batch, request);
+  return batch;
+}
+
+void ExactRows::Want(Batch& batch, worker::LookupWholeRequest* request) {
+  const uint32_t num_signs = batch.plan.num_signs();
+  batch.cells.assign(num_signs, HeldRows::kNoCell);
+  batch.wanted.assign((num_signs + 63) / 64, 0);
   uint64_t num_spared = 0;
-  ForEachServed(batch->plan, served_, [&](const auto&, uint32_t number) {
-    store::SignIndex::Entry* entry = index_.Find(SignKey(batch->signs()[number]));
-    if (entry == nullptr) {
-      batch->wanted[number / 64] |= uint64_t{1} << number % 64;
-      return;
+  for (const worker::PlannedGroup& group : batch.plan.groups) {
+    if (!worker::Includes(served_, group.mode)) continue;
+    const auto cells = std::span(batch.cells).subspan(group.first_number, group.num_signs);
+    num_spared +=
+        held_.Use(batch.signs().subspan(group.first_number, group.num_signs), batch.number, cells);
+    for (uint32_t i = 0; i < group.num_signs; ++i) {
+      const uint32_t number = group.first_number + i;
+      if (cells[i] == HeldRows::kNoCell) batch.wanted[number / 64] |= uint64_t{1} << number % 64;
     }
-    ++entry->stamp;
-    batch->cells[number] = entry->cell;
-    ++num_spared;
-  });
+  }
   num_spared_.Add(num_spared);
   request->slots = served_;
-  request->wanted = batch->wanted;
-  return batch;
+  request->wanted = batch.wanted;
+}
+
+// A server that was started again between two loops is no error, and neither are rows that another
+// process has set then: the rank has no update that those servers lack.
+bool ExactRows::AsksAgain(Batch& batch, const worker::WholeRows& answer,
+                          worker::LookupWholeRequest* request) {
+  const std::lock_guard lock(mutex_);
+  if (!status_.ok() || in_use_.size() != 1 || !AreOthers(answer.incarnations)) return false;
+  held_.Clear();
+  Want(batch, request);
+  request->key = answer.key;
+  request->id_features = {};
+  return true;
 }
 
 StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t worker_index,
@@ -143,8 +155,7 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
   Status status = CheckServers(answer.incarnations);
   if (status.ok()) status = Insert(*batch, answer);
   if (!status.ok()) {
-    Unpin(*batch);
-    EndLookup(*batch);
+    Discard(*batch);
     return status;
   }
   // Under its first name, too: that is the one by which the batch moves again.
@@ -157,25 +168,23 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
   return AbsentSlots(batch->plan, batch->references.back());
 }
 
+// Another number of servers has taken over the rows and the updates of those before.
+bool ExactRows::AreOthers(std::span<const uint64_t> incarnations) const {
+  return held_.size() > 0 && incarnations.size() == incarnations_.size() &&
+         !std::ranges::equal(incarnations, incarnations_);
+}
+
 // A server that has lost its rows begins them anew, while the rank would continue with the old
 // ones. One that replaces another with all rows cannot be told from it.
 Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
   PERSIA_RETURN_IF_ERROR(status_);
-  if (incarnations.size() != incarnations_.size() || index_.size() == 0) {
-    // Other servers have taken over the rows and the updates of those before, or none is held.
-    incarnations_.assign(incarnations.begin(), incarnations.end());
-    return Status::Ok();
+  if (AreOthers(incarnations)) {
+    return status_ = FailedPrecondition(
+               "a parameter server was started again, or its rows were set, cleared or loaded, "
+               "while consistency='exact' held rows of ",
+               batches_.size(), " batches in flight: load a checkpoint and begin a new context");
   }
-  for (size_t i = 0; i < incarnations.size(); ++i) {
-    if (incarnations[i] == 0) continue;
-    if (incarnations_[i] != 0 && incarnations_[i] != incarnations[i]) {
-      return status_ = FailedPrecondition(
-                 "parameter server ", i,
-                 " was started again while consistency='exact' held rows of ", batches_.size(),
-                 " batches in flight: load a checkpoint and begin a new context");
-    }
-    incarnations_[i] = incarnations[i];
-  }
+  incarnations_.assign(incarnations.begin(), incarnations.end());
   return Status::Ok();
 }
 
@@ -188,55 +197,50 @@ Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
   const store::RowPolicy* policy = nullptr;
   store::RowShape shape;
   uint64_t num_fetched = 0;
-  Status status = num_servers == 0 ? Corruption("an answer of no server") : Status::Ok();
-  ForEachServed(batch.plan, served_, [&](const worker::PlannedGroup& group, uint32_t number) {
-    if (!status.ok() || (batch.wanted[number / 64] >> number % 64 & 1) == 0) return;
-    const uint64_t sign = batch.signs()[number];
-    if (&policies_->Of(sign) != policy || shape.dim != group.dim) {
-      policy = &policies_->Of(sign);
-      shape = policy->ShapeFor(group.dim);
+  if (num_servers == 0) return Corruption("an answer of no server");
+  for (const worker::PlannedGroup& group : batch.plan.groups) {
+    for (uint32_t i = 0; i < group.num_signs; ++i) {
+      const uint32_t number = group.first_number + i;
+      if (!batch.Wants(number)) continue;
+      const uint64_t sign = batch.signs()[number];
+      if (&policies_->Of(sign) != policy || shape.dim != group.dim) {
+        policy = &policies_->Of(sign);
+        shape = policy->ShapeFor(group.dim);
+      }
+      std::span<const float>& rows =
+          left[num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers)];
+      const uint32_t num_floats = store::WholeRowFloats(shape);
+      if (rows.size() < num_floats) {
+        return Corruption("whole rows end early: rank and servers differ in their config");
+      }
+      // The row may have arrived with another batch meanwhile, and have updates that these floats
+      // lack: then it stays.
+      PERSIA_ASSIGN_OR_RETURN(batch.cells[number],
+                              held_.Insert(sign, shape, rows.data(), batch.number));
+      rows = rows.subspan(num_floats);
+      ++num_fetched;
     }
-    std::span<const float>& rows =
-        left[num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers)];
-    const uint32_t num_floats = store::WholeRowFloats(shape);
-    if (rows.size() < num_floats) {
-      status = Corruption("whole rows end early: rank and servers differ in their config");
-      return;
-    }
-    auto cell = Hold(SignKey(sign), shape, rows.data());
-    if (!cell.ok()) {
-      status = cell.status();
-      return;
-    }
-    batch.cells[number] = *cell;
-    rows = rows.subspan(num_floats);
-    ++num_fetched;
-  });
+  }
   num_fetched_.Add(num_fetched);
-  PERSIA_RETURN_IF_ERROR(status);
-  if (std::ranges::all_of(left, [](const auto& rest) { return rest.empty(); })) return status;
+  if (std::ranges::all_of(left, [](const auto& rest) { return rest.empty(); })) {
+    return Status::Ok();
+  }
   return Corruption("whole rows are left over: rank and servers differ in their config");
-}
-
-// The row may have arrived with another batch meanwhile, and have updates that `floats` lack.
-StatusOr<uint32_t> ExactRows::Hold(uint64_t key, const store::RowShape& shape,
-                                   const float* floats) {
-  if (store::SignIndex::Entry* entry = index_.Find(key)) {
-    ++entry->stamp;
-    return entry->cell;
-  }
-  const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
-  if (cell == store::RowSlabs::kNoCell || !index_.Insert({key, cell, 1})) {
-    return ResourceExhausted("there is no memory for the rows of the batches in flight");
-  }
-  store::SetWholeRow(floats, shape, slabs_.View(cell));
-  return cell;
 }
 
 void ExactRows::Abandon(const BatchPtr& batch) {
   const std::lock_guard lock(mutex_);
-  Unpin(*batch);
-  EndLookup(*batch);
+  Discard(*batch);
+}
+
+// Rows that it has brought, and that no later batch uses, may be of another config.
+void ExactRows::Discard(const Batch& batch) {
+  for (uint32_t number = 0; number < batch.cells.size(); ++number) {
+    if (!batch.Wants(number) || batch.cells[number] == HeldRows::kNoCell) continue;
+    held_.Drop(batch.signs()[number], batch.number);
+  }
+  in_use_.erase(batch.number);
+  EndLookup(batch);
 }
 
 // The move may overtake the answer of the lookup, which another thread still waits for: such a move
@@ -272,8 +276,9 @@ StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) 
   {
     const std::lock_guard lock(mutex_);
     PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    rows.reserve(batch->cells.size());
     for (const uint32_t cell : batch->cells) {
-      rows.push_back(cell == store::RowSlabs::kNoCell ? nullptr : slabs_.values(cell));
+      rows.push_back(cell == HeldRows::kNoCell ? nullptr : held_.values(cell));
     }
   }
   const worker::LookupPlan& plan = batch->plan;
@@ -307,6 +312,7 @@ Status ExactRows::Apply(const BatchReference& reference, float scale,
 
 // By the servers' code, Shard::UpdateRun. Signs without a gradient are left out of the sums.
 void ExactRows::Replay(Batch& batch) {
+  constexpr uint32_t kAhead = 48;  // RowSteps reads 32 rows at a time
   batch.sum_of.assign(batch.plan.num_signs(), nullptr);
   const worker::ServerBlocks& kept = batch.sums.requests[0];
   const float* sum = batch.sums.gradients[0].data();
@@ -319,7 +325,8 @@ void ExactRows::Replay(Batch& batch) {
       const uint64_t sign = kept.signs[next++];
       while (batch.signs()[number] != sign) ++number;
       batch.sum_of[number] = sum;
-      steps.Add(policies_->Of(sign), slabs_.View(batch.cells[number]), sum);
+      if (number + kAhead < batch.cells.size()) held_.Prefetch(batch.cells[number + kAhead]);
+      steps.Add(policies_->Of(sign), held_.View(batch.cells[number]), sum);
     }
     steps.Flush();
     num_replayed_.Add(report.num_updated);
@@ -409,8 +416,8 @@ Status ExactRows::End(const BatchReference& reference) {
   return lost;
 }
 
-// The rows stay a while: a lookup that began before this acknowledgement may bring values that lack
-// the update. They are let go once every such lookup has ended (Drain).
+// The rows are needed a while: a lookup that began before this acknowledgement may bring values
+// that lack the update. They may be evicted once every such lookup has ended (Drain).
 void ExactRows::EndLocked(const BatchPtr& batch) {
   unacknowledged_.erase(batch->update);
   for (const BatchReference& name : batch->references) {
@@ -424,25 +431,19 @@ void ExactRows::EndLocked(const BatchPtr& batch) {
 void ExactRows::EndLookup(const Batch& batch) {
   looking_up_.erase(batch.number);
   Drain();
+  if (std::exchange(is_probing_, false)) changed_.notify_all();
 }
 
 void ExactRows::Drain() {
   while (!ended_.empty() && (looking_up_.empty() || *looking_up_.begin() >= ended_.front().first)) {
-    Unpin(*ended_.front().second);
+    in_use_.erase(ended_.front().second->number);
     ended_.pop_front();
   }
+  held_.Trim(in_use_.empty() ? next_number_ : *in_use_.begin());
+  if (status_.ok() || !batches_.empty() || !looking_up_.empty() || !unacknowledged_.empty()) return;
   // Nothing is left of what was lost: the next batch reads the servers' rows.
-  if (batches_.empty() && looking_up_.empty() && unacknowledged_.empty()) status_ = Status::Ok();
-}
-
-void ExactRows::Unpin(const Batch& batch) {
-  for (uint32_t number = 0; number < batch.cells.size(); ++number) {
-    if (batch.cells[number] == store::RowSlabs::kNoCell) continue;
-    store::SignIndex::Entry* entry = index_.Find(SignKey(batch.signs()[number]));
-    if (--entry->stamp > 0) continue;
-    slabs_.Free(entry->cell);
-    index_.Erase(entry);
-  }
+  held_.Clear();
+  status_ = Status::Ok();
 }
 
 Status ExactRows::WaitApplied(worker::Deadline deadline) {
@@ -459,15 +460,21 @@ Status ExactRows::CheckIdle(const char* what) const {
 
 // A lookup under way, too, may have rows of before in its answer.
 Status ExactRows::CheckIdleLocked(const char* what) const {
-  if (batches_.empty() && looking_up_.empty() && index_.size() == 0) return Status::Ok();
-  return FailedPrecondition(what, " while consistency='exact' holds ", index_.size(), " rows of ",
+  if (batches_.empty() && looking_up_.empty()) return Status::Ok();
+  return FailedPrecondition(what, " while consistency='exact' holds ", held_.size(), " rows of ",
                             batches_.size(), " batches in flight, and looks up ",
                             looking_up_.size(), ": do it before the loop or after it");
+}
+
+void ExactRows::Forget() {
+  const std::lock_guard lock(mutex_);
+  if (in_use_.empty()) held_.Clear();
 }
 
 Status ExactRows::BeginOtherRows(const char* what) {
   const std::lock_guard lock(mutex_);
   PERSIA_RETURN_IF_ERROR(CheckIdleLocked(what));
+  held_.Clear();
   ++num_other_rows_;
   return Status::Ok();
 }
@@ -482,10 +489,10 @@ Metrics ExactRows::metrics() const {
   Metrics metrics;
   counters_.AddTo(&metrics);
   const std::lock_guard lock(mutex_);
-  metrics.AddGauge("num_held_rows", "persia_nn_held_rows",
-                   "Rows of batches in flight that the rank holds.", index_.size());
+  metrics.AddGauge("num_held_rows", "persia_nn_held_rows", "Rows that the rank holds.",
+                   held_.size());
   metrics.AddGauge("held_bytes", "persia_nn_held_bytes", "Memory of these rows and their index.",
-                   index_.memory_bytes() + slabs_.memory_bytes());
+                   held_.memory_bytes());
   return metrics;
 }
 

@@ -11,9 +11,13 @@
 //    answers for it is ignored.
 //  * A row that is not held has no such update that its server lacks: rows are held until the
 //    updates of their batches are acknowledged, and until each lookup has ended that began before.
+//  * Rows stay held after that, up to a bound of bytes: the rank is the only one to update them.
+//    All are forgotten before rows are set, cleared or loaded. Each lookup asks every server for
+//    the incarnation of its rows, which is another one if they have changed otherwise.
 //  * Updates are applied in one order, here and on the servers.
 //
-// Bounded by the batches in flight. Thread-safe; Pool and Apply belong to one thread, the loop's.
+// Bounded by that and by the batches in flight (held_rows.h, ADR 64). Thread-safe; Pool and Apply
+// belong to one thread, the loop's.
 #pragma once
 
 #include <condition_variable>
@@ -29,9 +33,8 @@
 
 #include "base/metrics.h"
 #include "base/status.h"
+#include "client/held_rows.h"
 #include "store/row_policy.h"
-#include "store/row_slabs.h"
-#include "store/sign_index.h"
 #include "worker/embeddings_message.h"
 #include "worker/exact_protocol.h"
 #include "worker/lookup_plan.h"
@@ -45,10 +48,14 @@ class ExactRows {
   struct Batch;
   using BatchPtr = std::shared_ptr<Batch>;
 
+  // Of rows that no batch in flight needs, as PERSIA_EXACT_ROW_BYTES.
+  static constexpr uint64_t kMaxBytes = uint64_t{1} << 30;
+
   // `slots` are those of the job's embedding workers; `served`: those that servers have.
   static StatusOr<std::unique_ptr<ExactRows>> Create(uint32_t feature_index_prefix_bit,
                                                      std::vector<worker::SlotConfig> slots,
-                                                     worker::SlotMask served);
+                                                     worker::SlotMask served,
+                                                     uint64_t max_bytes = kMaxBytes);
 
   // The config that the servers have. Call WaitApplied() before they get another one.
   // kFailedPrecondition: as store::CheckReplayable().
@@ -56,9 +63,13 @@ class ExactRows {
   bool HasConfig(const TrainConfig& config) const;
 
   // Plans a batch and decides which of its rows to ask for: `request` then views the batch. Waits
-  // for EndOtherRows().
+  // for EndOtherRows(), and for the first lookup after a time without batches.
   StatusOr<BatchPtr> Begin(std::span<const std::byte> id_features,
                            worker::LookupWholeRequest* request, worker::Deadline deadline);
+  // Instead of Arrive(): whether the servers' rows are others than those held. The rank has then
+  // forgotten its rows, and `request` asks for all of the batch. Only without other batches.
+  bool AsksAgain(Batch& batch, const worker::WholeRows& answer,
+                 worker::LookupWholeRequest* request);
   // Takes the answer over. The result has the batch's slots, all absent. kFailedPrecondition: a
   // server has restarted while rows are held.
   StatusOr<worker::LookupResult> Arrive(const BatchPtr& batch, uint32_t worker_index,
@@ -95,10 +106,12 @@ class ExactRows {
   // Waits until the servers have applied every update that Apply() has.
   Status WaitApplied(worker::Deadline deadline);
 
-  // kFailedPrecondition, naming `what` is refused, while rows are held or looked up.
+  // kFailedPrecondition, naming `what` is refused, while batches are in flight or looked up.
   Status CheckIdle(const char* what) const;
-  // Between the two, rows may change by other means than updates: no lookup begins. Fails as
-  // CheckIdle(). Sections may overlap.
+  // Frees the memory of the rows, if no batch needs them.
+  void Forget();
+  // Between the two, rows may change by other means than updates: none is held, and no lookup
+  // begins. Fails as CheckIdle(). Sections may overlap.
   Status BeginOtherRows(const char* what);
   void EndOtherRows();
   Metrics metrics() const;
@@ -106,24 +119,27 @@ class ExactRows {
  private:
   using Key = std::pair<uint64_t, uint64_t>;  // incarnation and reference
 
-  ExactRows(worker::SlotTable slots, worker::SlotMask served)
-      : slots_(std::move(slots)), served_(served) {}
+  ExactRows(worker::SlotTable slots, worker::SlotMask served, uint64_t max_bytes)
+      : slots_(std::move(slots)), served_(served), held_(max_bytes) {}
 
   static Key KeyOf(const BatchKey& key) { return {key.worker_incarnation, key.reference}; }
 
   // Locked, all that follow.
   Status CheckIdleLocked(const char* what) const;
   void AddName(const BatchPtr& batch, const worker::BatchReference& name);
+  // Asks for the rows of the batch that are not held.
+  void Want(Batch& batch, worker::LookupWholeRequest* request);
+  bool AreOthers(std::span<const uint64_t> incarnations) const;
   Status CheckServers(std::span<const uint64_t> incarnations);
   Status Insert(Batch& batch, const worker::WholeRows& answer);
-  StatusOr<uint32_t> Hold(uint64_t key, const store::RowShape& shape, const float* floats);
   StatusOr<BatchPtr> Find(const worker::BatchReference& reference) const;
   void Replay(Batch& batch);
   void EndLocked(const BatchPtr& batch);
   void EndLookup(const Batch& batch);
-  // Lets go of the rows of ended batches that no lookup needs any more.
+  // Ends the need of ended batches for their rows, where no lookup needs them any more.
   void Drain();
-  void Unpin(const Batch& batch);
+  // Without an answer, or with one that is not right.
+  void Discard(const Batch& batch);
 
   const worker::SlotTable slots_;
   const worker::SlotMask served_;
@@ -132,14 +148,14 @@ class ExactRows {
   Status status_;  // of an update that was lost
   TrainConfig config_;
   std::shared_ptr<const store::RowPolicies> policies_;  // of it; null: there is none yet
-  store::SlabMemory memory_;
-  store::RowSlabs slabs_{&memory_};
-  store::SignIndex index_;           // an entry's stamp counts the batches that hold its row
-  std::map<Key, BatchPtr> batches_;  // by each of their names
+  HeldRows held_;
+  std::map<Key, BatchPtr> batches_;              // by each of their names
   std::map<Key, worker::BatchReference> moved_;  // names of before, of batches yet to arrive
   uint32_t num_other_rows_ = 0;                  // sections that have begun and not ended
   uint64_t next_number_ = 1;
-  std::set<uint64_t> looking_up_;                    // numbers of lookups that have not ended
+  std::set<uint64_t> looking_up_;  // numbers of lookups that have not ended
+  std::set<uint64_t> in_use_;      // numbers of batches that need their rows
+  bool is_probing_ = false;        // the first lookup after a time without batches
   std::deque<std::pair<uint64_t, BatchPtr>> ended_;  // with the first number of later lookups
   uint64_t next_update_ = 1;
   std::map<uint64_t, BatchPtr> unacknowledged_;  // by the order of updates

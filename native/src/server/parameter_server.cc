@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/hash.h"
 #include "net/rpc.h"
 #include "store/whole_rows.h"
 
@@ -316,7 +317,7 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
   ServerRows answer;
   // Read before the rows are: an update in between then counts as staleness instead of being
   // missed.
-  answer.stamp = {incarnation_, num_updates_.value()};
+  answer.stamp = {row_incarnation(), num_updates_.value()};
   const uint64_t num_floats = request.blocks.num_floats();
   {
     const Timed timed(encode_times_);
@@ -347,7 +348,7 @@ StatusOr<ServerRows> ParameterServer::LookupWhole(const LookupRowsRequest& reque
                            " floats without their optimizer state: ask for fewer signs at once");
   }
   ServerRows answer;
-  answer.stamp = {incarnation_, num_updates_.value()};
+  answer.stamp = {row_incarnation(), num_updates_.value()};
   store::LookupReport report;
   const Timed timed(lookup_times_);
   PERSIA_ASSIGN_OR_RETURN(
@@ -358,12 +359,18 @@ StatusOr<ServerRows> ParameterServer::LookupWhole(const LookupRowsRequest& reque
   return answer;
 }
 
+uint64_t ParameterServer::row_incarnation() const {
+  const uint64_t num_replacements = store_->shards().num_replacements();
+  if (num_replacements == 0) return incarnation_;
+  return std::max<uint64_t>(1, SignHash(incarnation_ + num_replacements));
+}
+
 // A counter ahead of ours is a mistake of the caller; staleness would wrap around.
 StatusOr<UpdateResult> ParameterServer::UpdateOnce(const UpdateRowsRequest& request,
                                                    const CallContext& context) {
-  // A stamp of another life is no mistake: the server has restarted since, and staleness counts as
-  // 0.
-  if (request.lookup.incarnation == incarnation_ &&
+  // A stamp of another life is no mistake: the server has restarted since, or rows were set or
+  // loaded, and staleness counts as 0.
+  if (request.lookup.incarnation == row_incarnation() &&
       request.lookup.update_counter > num_updates_.value()) {
     return InvalidArgument("lookup_counter is ", request.lookup.update_counter,
                            ", ahead of the server's; send the one that the lookup returned");
@@ -395,7 +402,7 @@ StatusOr<UpdateResult> ParameterServer::Update(const UpdateRowsRequest& request)
   // Counted after it is applied, so that a lookup never claims to have seen an update that it has
   // not. The number taken is unique: updates that run side by side count one another.
   const uint64_t counter = num_updates_.Add();
-  const bool same_life = request.lookup.incarnation == incarnation_;
+  const bool same_life = request.lookup.incarnation == row_incarnation();
   const uint64_t staleness = same_life ? counter - request.lookup.update_counter : 0;
   sum_staleness_.Add(staleness);
   max_staleness_.RaiseTo(staleness);

@@ -116,6 +116,9 @@ class ParameterServer {
   const Options& options() const { return options_; }
   // Differs from that of every other life of a server; never 0.
   uint64_t incarnation() const { return incarnation_; }
+  // Of a lookup's stamp: another one since rows were set, loaded or cleared, by which a rank with
+  // consistency="exact" knows that the rows that it holds are not those of the server.
+  uint64_t row_incarnation() const;
   // What the server counts, what its store holds, and its RPC.
   // Counts since the start. Cheap enough for every scrape; it visits each shard for the rows held.
   Metrics metrics() const;

@@ -110,8 +110,10 @@ Status EmbeddingStore::SetRows(std::span<const RowBlock> blocks, const float* ro
   }
   PERSIA_RETURN_IF_ERROR(shards_.CheckTier());
   const auto lock = shards_.EnterForChange();
-  return shards_.ForEach(
+  const Status status = shards_.ForEach(
       blocks, [&](Shard& shard, std::span<const Run> runs) { return shard.SetRows(runs, rows); });
+  shards_.NoteReplacement();
+  return status;
 }
 
 uint64_t EmbeddingStore::size() const {

@@ -187,6 +187,7 @@ Status ShardSet::Clear() {
   }
   for (Shard& shard : shards_) shard.Clear(arrays_);
   ForgetSlabs();
+  NoteReplacement();
   return Status::Ok();
 }
 

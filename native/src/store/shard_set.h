@@ -172,6 +172,10 @@ class ShardSet {
   bool ClearsAtOnce() const { return tier_ != nullptr || !options_.arrays.empty(); }
   // Removes all rows. Locked if ClearsAtOnce(); otherwise a shared lock is enough.
   Status Clear();
+  // How often rows were set, loaded or cleared; noted after the change, so that who reads the count
+  // and then rows has no newer count than rows.
+  uint64_t num_replacements() const { return num_replacements_.load(std::memory_order_acquire); }
+  void NoteReplacement() { num_replacements_.fetch_add(1, std::memory_order_release); }
   // Without what features and tier hold outside the shards.
   StoreStats Stats() const;
 
@@ -200,6 +204,7 @@ class ShardSet {
   bool is_config_recovered_ = false;
   std::atomic<bool> is_configured_ = false;
   std::atomic<uint32_t> next_first_shard_ = 0;
+  std::atomic<uint64_t> num_replacements_ = 0;
   StoreTier* tier_ = nullptr;
 };
 

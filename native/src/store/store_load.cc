@@ -163,12 +163,14 @@ Status StoreLoad::Add(const LoadedRows& rows) {
 // A checkpoint's block is a request of one block.
 Status StoreLoad::AddLocked(const LoadedRows& rows) {
   const RowBlock block = {rows.dim, rows.signs};
-  return shards_.ForEach({&block, 1}, [&](Shard& shard, std::span<const Run> runs) {
+  const Status status = shards_.ForEach({&block, 1}, [&](Shard& shard, std::span<const Run> runs) {
     LookupReport counts;
-    const Status status = LoadRows(&shard, runs, rows, &counts);
+    const Status loaded = LoadRows(&shard, runs, rows, &counts);
     num_evicted_ += counts.num_evicted;
-    return status;
+    return loaded;
   });
+  shards_.NoteReplacement();
+  return status;
 }
 
 // Exclusive, which also keeps the maintenance thread of a tier out: it sees all of it or nothing.
@@ -188,6 +190,7 @@ Status StoreLoad::Apply(const Changes& changes) {
     PERSIA_RETURN_IF_ERROR(shards_.ForEach(
         {&block, 1},
         [](Shard& shard, std::span<const Run> runs) { return RemoveRows(&shard, runs); }));
+    shards_.NoteReplacement();
   }
   for (const LoadedRows& rows : changes.rows) PERSIA_RETURN_IF_ERROR(AddLocked(rows));
   return Status::Ok();

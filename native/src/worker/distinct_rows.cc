@@ -5,6 +5,7 @@
 #include <cstring>
 #include <span>
 
+#include "base/narrow_numbers.h"
 #include "simd/kernels.h"
 #include "worker/wire_floats.h"
 
@@ -13,13 +14,6 @@ namespace {
 
 constexpr uint64_t kIndexHeadBytes = 16;
 constexpr uint8_t kMaxNumberBytes = 4;
-
-// The fewest bytes, at least 1, that hold `greatest`.
-uint8_t BytesFor(uint32_t greatest) {
-  uint8_t bytes = 1;
-  while (bytes < kMaxNumberBytes && greatest >> (8 * bytes) != 0) ++bytes;
-  return bytes;
-}
 
 // A row number is below `num_rows`.
 uint8_t NumberBytes(uint32_t num_rows) { return BytesFor(num_rows == 0 ? 0 : num_rows - 1); }
@@ -30,51 +24,13 @@ uint32_t MostIds(std::span<const uint32_t> offsets) {
   return most;
 }
 
-// `value(i)` for i below `count`, in kBytes bytes each; zeros up to the next multiple of 8 follow.
-template <size_t kBytes, typename Value>
-std::byte* PackOf(size_t count, Value value, std::byte* out) {
-  for (size_t i = 0; i < count; ++i) {
-    const uint32_t number = value(i);
-    std::memcpy(out + i * kBytes, &number, kBytes);  // little-endian: the low bytes
-  }
-  const uint64_t size_bytes = count * kBytes;
-  std::memset(out + size_bytes, 0, Padded(size_bytes) - size_bytes);
-  return out + Padded(size_bytes);
-}
-
+// Zeros up to the next multiple of 8 follow.
 template <typename Value>
 std::byte* Pack(uint8_t bytes, size_t count, Value value, std::byte* out) {
-  switch (bytes) {
-    case 1: return PackOf<1>(count, value, out);
-    case 2: return PackOf<2>(count, value, out);
-    case 3: return PackOf<3>(count, value, out);
-    default: return PackOf<4>(count, value, out);
-  }
-}
-
-template <size_t kBytes>
-void UnpackOf(std::span<const std::byte> packed, std::span<uint32_t> numbers) {
-  for (size_t i = 0; i < numbers.size(); ++i) {
-    uint32_t number = 0;
-    std::memcpy(&number, packed.data() + i * kBytes, kBytes);
-    numbers[i] = number;
-  }
-}
-
-// Memory is taken once the reader has shown that the numbers are there.
-std::vector<uint32_t> Unpack(ByteReader* reader, uint8_t bytes, uint64_t count) {
-  // Multiplied only once it cannot overflow.
-  const uint64_t size_bytes = count > reader->remaining() ? count : count * bytes;
-  const auto packed = reader->GetArray<std::byte>(size_bytes);
-  if (!reader->ok()) return {};
-  std::vector<uint32_t> numbers(count);
-  switch (bytes) {
-    case 1: UnpackOf<1>(packed, numbers); break;
-    case 2: UnpackOf<2>(packed, numbers); break;
-    case 3: UnpackOf<3>(packed, numbers); break;
-    default: UnpackOf<4>(packed, numbers); break;
-  }
-  return numbers;
+  PackNumbers(bytes, count, value, out);
+  const uint64_t size_bytes = count * bytes;
+  std::memset(out + size_bytes, 0, Padded(size_bytes) - size_bytes);
+  return out + Padded(size_bytes);
 }
 
 // What precedes the arrays.
@@ -111,7 +67,7 @@ Status CheckHead(const IndexHead& head, uint32_t batch_size) {
 // Turns counts into offsets, in place of one element more. The sum is kept in 64 bits, in which
 // 65,535 counts cannot overflow.
 Status ReadOffsets(ByteReader* reader, const IndexHead& head, DistinctSlot* slot) {
-  const auto counts = Unpack(reader, head.count_bytes, slot->batch_size);
+  const auto counts = ReadNumbers<uint32_t>(reader, head.count_bytes, slot->batch_size);
   if (!reader->ok()) return Status::Ok();
   slot->offsets.assign(1, 0);
   slot->offsets.reserve(counts.size() + 1);
@@ -204,8 +160,8 @@ Status ReadRowsIndex(ByteReader* reader, DistinctSlot* slot) {
   slot->scaling = static_cast<Scaling>(head.scaling);
   slot->rows_per_id = head.rows_per_id;
   if (head.count_bytes != 0) PERSIA_RETURN_IF_ERROR(ReadOffsets(reader, head, slot));
-  slot->numbers =
-      Unpack(reader, NumberBytes(slot->num_rows), uint64_t{head.num_ids} * head.rows_per_id);
+  slot->numbers = ReadNumbers<uint32_t>(reader, NumberBytes(slot->num_rows),
+                                        uint64_t{head.num_ids} * head.rows_per_id);
   const auto weights = reader->GetArray<float>(head.has_weights == 1 ? head.num_ids : 0);
   if (!reader->ok()) return Status::Ok();
   slot->weights.assign(weights.begin(), weights.end());

@@ -37,7 +37,7 @@ struct LookupWholeRequest {
 // the scalar's bits as a float (store/whole_rows.h).
 struct WholeRows {
   BatchKey key;
-  std::vector<uint64_t> incarnations;        // by server; 0: not asked
+  std::vector<uint64_t> incarnations;        // of each server's rows
   std::vector<std::span<const float>> rows;  // by server, in `storage`
   std::vector<Buffer> storage;
 

@@ -21,7 +21,7 @@ class FeatureBatchTest : public ::testing::Test {
 TEST_F(FeatureBatchTest, KeepsOrderSlotsAndIds) {
   const FeatureBatch batch = MakeBatch(batch_, slots_);
   EXPECT_EQ(batch.batch_size(), 3u);
-  EXPECT_EQ(batch.size_bytes(), bytes_.size());
+  EXPECT_EQ(batch.size_bytes(), bytes_.size() + 3 * sizeof(uint64_t)) << "message and IDs";
   ASSERT_EQ(batch.features().size(), 2u);
   const Feature& plain = batch.features()[0];
   EXPECT_EQ(plain.slot, slots_.Find("plain"));

@@ -95,7 +95,7 @@ bool HasOneIdEach(std::span<const uint32_t> offsets) {
 }  // namespace
 
 StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots) {
-  PERSIA_ASSIGN_OR_RETURN(const IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span()));
+  PERSIA_ASSIGN_OR_RETURN(IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span()));
   FeatureBatch batch;
   batch.batch_size_ = decoded.batch_size;
   batch.features_.reserve(decoded.features.size());
@@ -104,7 +104,10 @@ StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots
     batch.features_.push_back(feature);
   }
   PERSIA_RETURN_IF_ERROR(CheckNumSigns(batch.features_));
+  batch.size_bytes_ = bytes.size();
+  for (const auto& ids : decoded.storage) batch.size_bytes_ += ids->size() * sizeof(uint64_t);
   batch.bytes_ = std::move(bytes);  // the features' views stay where they are
+  batch.ids_ = std::move(decoded.storage);
   return batch;
 }
 

@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -31,9 +32,8 @@ struct Feature {
   std::span<const float> weights = {};  // one an ID; empty: all 1
 };
 
-// Owns the bytes of a registered batch, and is dropped once its plan is made: what waits in a
-// worker is about as large as what the loader sent. Move-only; the features are views of the bytes,
-// which a move leaves where they are.
+// Owns the bytes of a registered batch and its IDs, and is dropped once its plan is made.
+// Move-only; the features are views of both, which a move leaves where they are.
 class FeatureBatch {
  public:
   // `slots` must outlive the batch. Fails as DecodeIdFeatures does, and with kInvalidArgument on an
@@ -42,10 +42,13 @@ class FeatureBatch {
 
   uint32_t batch_size() const { return batch_size_; }
   std::span<const Feature> features() const { return features_; }
-  size_t size_bytes() const { return bytes_.size(); }
+  // Of the message, and of the IDs that it has in fewer bytes.
+  size_t size_bytes() const { return size_bytes_; }
 
  private:
   Buffer bytes_;
+  std::vector<std::shared_ptr<const std::vector<uint64_t>>> ids_;
+  size_t size_bytes_ = 0;
   uint32_t batch_size_ = 0;
   std::vector<Feature> features_;
 };

@@ -68,11 +68,11 @@ std::vector<net::ChannelStats> RemoteRows::channel_stats() const {
   return stats;
 }
 
-// The replies by server; those without signs are not called, and theirs is empty.
+// The replies by server. Those without signs are called only if `also_empty`, else theirs is empty.
 template <typename Request, typename Reply>
 StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& method,
                                                   std::span<const Request> requests,
-                                                  Deadline deadline) {
+                                                  Deadline deadline, bool also_empty) {
   const auto present = Present();
   if (requests.size() != present->size()) {
     return Unavailable("the requests are for ", requests.size(),
@@ -83,7 +83,7 @@ StatusOr<std::vector<Reply>> RemoteRows::CallSome(const Method<Request, Reply>& 
   std::vector<Request> sent;
   for (uint32_t i = 0; i < requests.size(); ++i) {
     // A server without signs has nothing to answer: in a small batch most have none.
-    if (requests[i].blocks.signs.empty()) continue;
+    if (!also_empty && requests[i].blocks.signs.empty()) continue;
     servers.push_back(i);
     channels.push_back((*present)[i].channel.get());
     sent.push_back(requests[i]);
@@ -130,11 +130,13 @@ StatusOr<std::vector<ServerRows>> RemoteRows::Lookup(std::span<const ServerBlock
   return answers;
 }
 
+// Also of servers without signs: the rank compares the incarnations of their rows.
 StatusOr<std::vector<ServerRows>> RemoteRows::LookupWhole(std::span<const ServerBlocks> requests,
                                                           Deadline deadline) {
   std::vector<LookupRowsRequest> lookups;
   for (const ServerBlocks& request : requests) lookups.push_back({true, request.view()});
-  return CallSome(kLookupWholeRows, std::span<const LookupRowsRequest>(lookups), deadline);
+  return CallSome(kLookupWholeRows, std::span<const LookupRowsRequest>(lookups), deadline,
+                  /*also_empty=*/true);
 }
 
 // Does not wait: a hint that comes late is worth nothing, and a lookup must not pay for it.

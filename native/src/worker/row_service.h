@@ -57,7 +57,7 @@ class RowService {
   virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
   // For training, with optimizer state (store/whole_rows.h). Servers know how many floats a row
-  // has.
+  // has. Servers with no signs are called, too.
   virtual StatusOr<std::vector<ServerRows>> LookupWhole(std::span<const ServerBlocks> /*requests*/,
                                                         Deadline /*deadline*/) {
     return FailedPrecondition("rows of this process have no network to hide");
@@ -123,7 +123,8 @@ class RemoteRows final : public RowService {
   std::shared_ptr<const Servers> Present() const;
   template <typename Request, typename Reply>
   StatusOr<std::vector<Reply>> CallSome(const Method<Request, Reply>& method,
-                                        std::span<const Request> requests, Deadline deadline);
+                                        std::span<const Request> requests, Deadline deadline,
+                                        bool also_empty = false);
   template <typename Request, typename Reply>
   StatusOr<std::vector<Reply>> CallEvery(const Method<Request, Reply>& method,
                                          const Request& request, Deadline deadline);

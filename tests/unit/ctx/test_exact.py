@@ -145,7 +145,7 @@ def test_random_batches_equal_the_embedded_engine(
         cluster.client.configure(config)
         assert train_exactly(cluster.client, batches, in_flight) == expected
         held = {name: value for name, _, _, value in cluster.client.exact_metrics()}
-        assert held["persia_nn_held_rows"] == 0 < held["persia_nn_replayed_rows"]
+        assert held["persia_nn_replayed_rows"] > 0
         cluster.client.end_exact()
         # The rows of the servers, and by one more update their optimizer state.
         for batch in batches[:3]:

@@ -74,7 +74,11 @@ def cluster() -> Iterator[ClusterBackend]:
 
 
 @pytest.fixture
-def exact_ctx(make_ctx: Callable[..., TrainCtx], cluster: ClusterBackend) -> Callable[..., TrainCtx]:
+def exact_ctx(
+    make_ctx: Callable[..., TrainCtx], cluster: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., TrainCtx]:
+    monkeypatch.setenv("PERSIA_EXACT_ROW_BYTES", "0")  # held rows are those of batches in flight
+
     def make(**options: Any) -> TrainCtx:
         given = {"backend": cluster, "slots": SLOTS, "consistency": "exact", **options}
         return make_ctx(**given)
@@ -84,6 +88,19 @@ def exact_ctx(make_ctx: Callable[..., TrainCtx], cluster: ClusterBackend) -> Cal
 
 def held(backend: ClusterBackend) -> float:
     return {name: value for name, _, _, value in backend.client.exact_metrics()}["persia_nn_held_rows"]
+
+
+def test_rows_stay_from_loop_to_loop_until_they_are_set(
+    make_ctx: Callable[..., TrainCtx], cluster: ClusterBackend, new_batch: Any
+) -> None:
+    with make_ctx(backend=cluster, slots=SLOTS, consistency="exact") as ctx:
+        train(ctx, new_batch(0))
+        ctx.wait_for_gradients()
+        assert held(cluster) > 0
+        cluster.set_slot_rows(SLOTS, "a", np.arange(3, dtype=np.uint64), np.ones((3, DIM), np.float32))
+        assert held(cluster) == 0
+        train(ctx, new_batch(0))
+    assert held(cluster) == 0, "the end of the context frees them"
 
 
 def train(ctx: TrainCtx, batch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import struct
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from persia import _native
 from persia.embedding.data import (
     MAX_BATCH_SIZE,
     IDTypeFeature,
@@ -257,11 +259,23 @@ def test_damaged_weights_are_corrupt() -> None:
         PersiaBatch.from_bytes(message)
 
 
-@pytest.mark.parametrize(("weights", "version"), [(None, 1), (f32(1), 2)])
-def test_readers_that_do_not_know_weights_take_batches_without_them(weights: Any, version: int) -> None:
-    feature = IDTypeFeatureWithSingleID("a", u64(1), weights)
-    message = PersiaBatch([feature], requires_grad=False).to_bytes()
-    assert message[message.index(b"PIDB") + 4] == version
+@pytest.mark.parametrize("version", [1, 2])
+def test_batches_of_older_builds_are_read(version: int) -> None:
+    ids = struct.pack("<4sIII", b"PIDB", version, 1, 2)
+    ids += struct.pack("<IIQ8sIIIIQQQ", 1, version - 1, 3, b"a", 0, 1, 3, 0, 7, 8, 9)
+    ids += struct.pack("<3f4x", 0.5, 1, 2) if version == 2 else b""
+    ((_, values, offsets, weights),) = _native.decode_id_features(ids)
+    assert values.tolist() == [7, 8, 9]
+    assert offsets.tolist() == [0, 1, 3]
+    assert (weights is None) == (version == 1)
+
+
+def test_ids_that_repeat_are_sent_once() -> None:
+    ids = np.random.default_rng(1).integers(0, 2**63, 50).astype(np.uint64)
+    message = PersiaBatch([IDTypeFeatureWithSingleID("a", np.tile(ids, 80))], requires_grad=False).to_bytes()
+    assert len(message) < 50 * 8 + 80 * 50 + 200
+    (feature,) = PersiaBatch.from_bytes(message).id_type_features
+    assert feature.ids.tolist() == ids.tolist() * 80
 
 
 # --- strings ---

@@ -1,0 +1,93 @@
+#include "client/held_rows.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <vector>
+
+namespace persia::client {
+namespace {
+
+constexpr store::RowShape kShape{.dim = 4, .state_floats = 4};
+
+std::vector<uint64_t> Signs(uint64_t first, uint64_t count) {
+  std::vector<uint64_t> signs(count);
+  std::iota(signs.begin(), signs.end(), first);
+  return signs;
+}
+
+// Uses the signs in batch `batch`, and inserts those that are not held.
+uint64_t Look(HeldRows& rows, std::span<const uint64_t> signs, uint64_t batch) {
+  std::vector<uint32_t> cells(signs.size());
+  const uint64_t num_held = rows.Use(signs, batch, cells);
+  for (size_t i = 0; i < signs.size(); ++i) {
+    if (cells[i] != HeldRows::kNoCell) {
+      EXPECT_EQ(rows.values(cells[i])[0], static_cast<float>(signs[i]));
+      continue;
+    }
+    const std::vector<float> row(8, static_cast<float>(signs[i]));
+    EXPECT_TRUE(rows.Insert(signs[i], kShape, row.data(), batch).ok());
+  }
+  return num_held;
+}
+
+TEST(HeldRowsTest, KeepsTheValuesOfARowThatIsHeld) {
+  HeldRows rows(0);
+  const auto signs = Signs(1, 3);
+  EXPECT_EQ(Look(rows, signs, 1), 0u);
+  const std::vector<float> stale(8, -1.0f);
+  auto cell = rows.Insert(2, kShape, stale.data(), 2);
+  ASSERT_TRUE(cell.ok());
+  EXPECT_EQ(rows.values(*cell)[0], 2.0f);
+  EXPECT_EQ(Look(rows, signs, 3), 3u);
+  rows.Clear();
+  EXPECT_EQ(rows.size(), 0u);
+  EXPECT_EQ(Look(rows, signs, 4), 0u);
+}
+
+TEST(HeldRowsTest, EvictsOnlyRowsThatNoBatchNeeds) {
+  HeldRows rows(0);
+  Look(rows, Signs(0, 100), 7);
+  Look(rows, Signs(50, 100), 8);
+  rows.Trim(7);
+  EXPECT_EQ(rows.size(), 150u);
+  for (int i = 0; i < 20; ++i) rows.Trim(8);
+  EXPECT_EQ(rows.size(), 100u);
+  EXPECT_EQ(Look(rows, Signs(50, 100), 9), 100u);
+}
+
+// An answer that is late, of a batch before those that have used the row since.
+TEST(HeldRowsTest, ALateAnswerMakesNoRowOlder) {
+  HeldRows rows(0);
+  Look(rows, Signs(0, 10), 9);
+  Look(rows, Signs(0, 10), 8);
+  rows.Trim(9);
+  EXPECT_EQ(rows.size(), 10u);
+}
+
+TEST(HeldRowsTest, DropsOnlyRowsOfTheBatch) {
+  HeldRows rows(0);
+  Look(rows, Signs(0, 2), 1);
+  Look(rows, Signs(1, 1), 2);
+  for (const uint64_t sign : {0, 1, 2}) rows.Drop(sign, 1);
+  EXPECT_EQ(rows.size(), 1u);
+  EXPECT_EQ(Look(rows, Signs(1, 1), 3), 1u);
+}
+
+// New rows in each batch, and some that are frequent.
+TEST(HeldRowsTest, StaysNearTheBoundAndKeepsFrequentRows) {
+  constexpr uint64_t kBytes = 1 << 20, kNew = 500;
+  HeldRows rows(kBytes);
+  const auto frequent = Signs(0, 100);
+  for (uint64_t batch = 1; batch < 5000; ++batch) {
+    EXPECT_EQ(Look(rows, frequent, batch), batch == 1 ? 0u : frequent.size());
+    Look(rows, Signs(1000 + batch * kNew, kNew), batch);
+    rows.Trim(batch);
+    ASSERT_LT(rows.size(), kBytes / (8 * sizeof(float)) + 4 * kNew) << batch;
+  }
+  EXPECT_LT(rows.memory_bytes(), 2 * kBytes);
+  EXPECT_GT(rows.size(), kBytes / 100) << "a row has 32 bytes and an entry of the index 24";
+}
+
+}  // namespace
+}  // namespace persia::client
