@@ -53,9 +53,11 @@ struct Batch {
   std::vector<int64_t> lengths;  // [slots, batch_size]
 };
 
-// `mean_ids` of 0: exactly one ID a sample, else a Poisson law.
+// `mean_ids` of 0: exactly one ID a sample, else a Poisson law. `is_bounded`: IDs are taken modulo
+// the vocabulary's size, so some are the same.
 inline std::vector<Batch> MakeBatches(const std::vector<uint64_t>& vocabularies, size_t batch_size,
-                                      size_t count, double mean_ids, uint64_t seed = 1) {
+                                      size_t count, double mean_ids, uint64_t seed = 1,
+                                      bool is_bounded = false) {
   std::mt19937_64 random(seed);
   std::uniform_real_distribution<double> uniform;
   std::poisson_distribution<int64_t> poisson(std::max(mean_ids, 1e-9));
@@ -66,7 +68,8 @@ inline std::vector<Batch> MakeBatches(const std::vector<uint64_t>& vocabularies,
         const int64_t length = mean_ids == 0 ? 1 : poisson(random);
         batch.lengths.push_back(length);
         for (int64_t i = 0; i < length; ++i) {
-          batch.values.push_back(IdOf(slot, ZipfRank(uniform(random), vocabularies[slot])));
+          const uint64_t id = IdOf(slot, ZipfRank(uniform(random), vocabularies[slot]));
+          batch.values.push_back(is_bounded ? id % vocabularies[slot] : id);
         }
       }
     }

@@ -122,7 +122,7 @@ void InPlaceRows::FindInArray(RowArray* array, const SignRows& rows,
   constexpr size_t kAhead = 24;
   for (size_t i = 0; i < rows.signs.size(); ++i) {
     if (i + kAhead < rows.signs.size()) {
-      __builtin_prefetch(&array->IdStateOf(array->IdOf(rows.signs[i + kAhead])), 1);
+      __builtin_prefetch(&array->IdStateOf(array->IdOf(rows.signs[i + kAhead])), 0, 1);
     }
     const uint64_t key = SignKey(rows.signs[i]), id = array->IdOf(rows.signs[i]);
     RowArray::IdState& state = array->IdStateOf(id);
@@ -277,7 +277,9 @@ void InPlaceRows::Locate(const SignRows& rows) {
     handle.cell = has_row ? entry->cell : kNoCell;
     if (has_row) rows.values[i] = shard.slabs->values(entry->cell);
   }
-  ForEachLine(rows, [](const void* line) { __builtin_prefetch(line, 1); });
+  // Into the second-level cache, which can wait for more lines at a time than the first one.
+  // Update() reads what was dropped.
+  ForEachLine(rows, [](const void* line) { __builtin_prefetch(line, 0, 1); });
 }
 
 void InPlaceRows::Update(const SignRows& rows, std::span<const float* const> gradients,

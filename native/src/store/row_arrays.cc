@@ -106,7 +106,7 @@ void ArrayNumbers::Insert(RowArray* array, std::span<const uint64_t> ids, uint32
   };
   size_t i = 0;
   for (; i + kAhead < ids.size(); ++i) {
-    __builtin_prefetch(&array->IdStateOf(ids[i + kAhead]), 1);
+    __builtin_prefetch(&array->IdStateOf(ids[i + kAhead]), 0, 1);
     number(i);
   }
   for (; i < ids.size(); ++i) number(i);
