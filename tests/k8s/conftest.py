@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the harness, by its name
 
 if TYPE_CHECKING:
     from control_plane import ControlPlane
+    from extensions_server import ExtensionsServer
     from harness import Kube, Namespace, OperatorProcess
     from kubelet import FakeKubelet
 
@@ -34,15 +35,32 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 
 @pytest.fixture(scope="session")
-def kube(control_plane: ControlPlane) -> Iterator[Kube]:
+def definitions(
+    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane | ExtensionsServer]:
+    """The server that serves PersiaJobs: a newer one, if there is one."""
+    from extensions_server import ExtensionsServer, find_program
+
+    program = find_program()
+    if program is None:
+        yield control_plane
+        return
+    with ExtensionsServer(control_plane, program, tmp_path_factory.mktemp("extensions")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def kube(control_plane: ControlPlane, definitions: ControlPlane | ExtensionsServer) -> Iterator[Kube]:
     """The administrator; the manifests of k8s/deploy are there, but for the Deployments."""
     from control_plane import ADMIN
     from harness import DEPLOY, Kube, wait_until
 
     admin = Kube(control_plane.url, ADMIN, control_plane.authority)
+    definer = Kube(definitions.url, ADMIN, definitions.authority)
     for path in ("crd.yaml", "namespace.yaml", "operator-rbac.yaml", "server-rbac.yaml"):
         for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
-            admin.create(manifest)
+            (definer if path == "crd.yaml" else admin).create(manifest)
+    definer.close()
     wait_until(lambda: admin.get("/apis/persia.com/v1/persiajobs")[0] == 200, 20, "the resource is served")
     yield admin
     admin.close()
