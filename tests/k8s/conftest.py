@@ -16,6 +16,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))  # the harness, by its name
 
+from real_pods import data, localized, make_job, run_pods, toy  # noqa: F401  (fixtures)
+
 if TYPE_CHECKING:
     from control_plane import ControlPlane
     from extensions_server import ExtensionsServer
