@@ -187,8 +187,16 @@ class JobStatus:
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."
     )
-    # By generation of the spec: what has failed is tried again only once somebody has changed the spec.
-    failed_resize: StrictInt = Field(default=0, description="Generation of the spec whose resize has failed.")
+    last_generation: StrictInt = Field(
+        default=0,
+        description="Highest generation of parameter servers that any resize has started.",
+    )
+    # Not the generation of the spec: an autoscaler changes that, too.
+    failed_wish: _Text = Field(
+        default="",
+        description="The failed resize, until it is reverted: number of parameter servers, and a digest of "
+        "the fields that a resize depends on.",
+    )
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."
     )
@@ -206,6 +214,8 @@ class JobStatus:
     # A pod that is replaced counts its restarts from 0 again, so the count alone would not show it.
     servers: Annotated[
         Mapping[str, str],
+        # "": removed by the next patch. Each generation of parameter servers has names of its own.
+        PlainSerializer(lambda servers: {name: known or None for name, known in servers.items()}),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
     ] = Field(default={}, description="Incarnation of each server pod, by which a restart is known.")
     progress: Annotated[

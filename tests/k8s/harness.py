@@ -150,6 +150,20 @@ class Namespace:
         return str(wait_until(message, 120, f"event {reason} of {job}; there are {self.events(job)}"))
 
 
+def limit_pods(namespace: Namespace, number: int) -> None:
+    """A quota; no controller of the tests fills its status, by which the API server judges."""
+    namespace.patch("resourcequotas", "pods", {"spec": {"hard": {"pods": str(number)}}})
+    status = {"hard": {"pods": str(number)}, "used": {"pods": str(len(namespace.list("pods")))}}
+    code, answer = namespace.kube.merge(namespace.path("resourcequotas", "pods/status"), {"status": status})
+    assert code == 200, answer
+
+
+def create_quota(namespace: Namespace, number: int) -> None:
+    metadata = {"name": "pods", "namespace": namespace.name}
+    namespace.kube.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": {}})
+    limit_pods(namespace, number)
+
+
 class OperatorProcess:
     """The operator as it is deployed: the command, with the rights of its service account."""
 

@@ -153,7 +153,9 @@ def test_a_dump_that_fails_leaves_the_training_alone_and_is_not_tried_for_ever()
     condition = plan.status.condition("SpecApplied")
     assert condition is not None
     assert condition.reason == "ResizeRefused"
-    changed = replace(job, generation=2)
+    scaled, _ = resizing(Stage.DUMPING, replicas=2)  # as an autoscaler does
+    assert one_pass(replace(scaled, generation=2), again, old).status.phase is Phase.RUNNING
+    changed, _ = resizing(Stage.DUMPING, volumes=[{"name": "larger"}])
     assert one_pass(changed, again, old).status.phase is Phase.RESIZING
 
 

@@ -49,6 +49,8 @@ def take_refusals(
 ) -> None:
     """Notes in `plan` what the API server refuses of the job; nothing is the good case."""
     situation = replace(_look(job, before, observed, images, now, has_training=False), plan=plan)
+    if plan.trial_pod is not None:
+        live_resize.take_refusal(situation)
     if not plan.status.phase.is_final and not job.spec.suspend:
         judge(situation, refusals)
 
