@@ -6,6 +6,7 @@ not installed, and are skipped.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ from real_pods import data, localized, make_job, run_pods, toy  # noqa: F401  (f
 
 if TYPE_CHECKING:
     from control_plane import ControlPlane
-    from extensions_server import ExtensionsServer
     from harness import Kube, Namespace, OperatorProcess
     from kubelet import FakeKubelet
 
@@ -37,32 +37,30 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 
 @pytest.fixture(scope="session")
-def definitions(
-    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ControlPlane | ExtensionsServer]:
-    """The server that serves PersiaJobs: a newer one, if there is one."""
+def definer(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    """The administrator at the server that serves PersiaJobs: a newer one, if there is one."""
+    from control_plane import ADMIN
     from extensions_server import ExtensionsServer, find_program
+    from harness import Kube
 
-    program = find_program()
-    if program is None:
-        yield control_plane
-        return
-    with ExtensionsServer(control_plane, program, tmp_path_factory.mktemp("extensions")) as server:
-        yield server
+    with contextlib.ExitStack() as stack:
+        server: ControlPlane | ExtensionsServer = control_plane
+        if (program := find_program()) is not None:
+            folder = tmp_path_factory.mktemp("extensions")
+            server = stack.enter_context(ExtensionsServer(control_plane, program, folder))
+        yield stack.enter_context(contextlib.closing(Kube(server.url, ADMIN, server.authority)))
 
 
 @pytest.fixture(scope="session")
-def kube(control_plane: ControlPlane, definitions: ControlPlane | ExtensionsServer) -> Iterator[Kube]:
+def kube(control_plane: ControlPlane, definer: Kube) -> Iterator[Kube]:
     """The administrator; the manifests of k8s/deploy are there, but for the Deployments."""
     from control_plane import ADMIN
     from harness import DEPLOY, Kube, wait_until
 
     admin = Kube(control_plane.url, ADMIN, control_plane.authority)
-    definer = Kube(definitions.url, ADMIN, definitions.authority)
     for path in ("crd.yaml", "namespace.yaml", "operator-rbac.yaml", "server-rbac.yaml"):
         for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
             (definer if path == "crd.yaml" else admin).create(manifest)
-    definer.close()
     wait_until(lambda: admin.get("/apis/persia.com/v1/persiajobs")[0] == 200, 20, "the resource is served")
     yield admin
     admin.close()

@@ -1,8 +1,8 @@
 """The server of custom resources of a newer Kubernetes, behind the API server of the tests.
 
-`apiextensions-apiserver` is the part of kube-apiserver that serves custom resources. The API server of the tests
-forwards requests for PersiaJobs to it (an APIService), so that it validates, prunes, merges and stores them. It
-asks the API server who a user is, and what a user may do.
+`apiextensions-apiserver` is the part of kube-apiserver that serves custom resources. The API server of the
+tests forwards requests for PersiaJobs to it (an APIService), so that it validates, prunes, merges and stores
+them. It asks the API server who a user is, and what a user may do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.ports import free_port
 
 PROGRAM = "apiextensions-apiserver"
 _START_S = 180.0
+_KUBECONFIGS = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
 # Of resources that the older API server does not have.
 _PLUGINS = "ValidatingAdmissionPolicy,MutatingAdmissionPolicy"
 
@@ -107,6 +108,3 @@ class ExtensionsServer:
             if status != 201:
                 raise RuntimeError(f"{path}: {answer}")
         api.close()
-
-
-_KUBECONFIGS = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")

@@ -23,7 +23,8 @@ class Kube(Api):
     """Creates objects by their manifests."""
 
     def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
-        status, answer = self.request("POST", _collection(manifest), manifest)
+        # As `kubectl create` does; older servers ignore it.
+        status, answer = self.request("POST", f"{_collection(manifest)}?fieldValidation=Strict", manifest)
         assert status in (200, 201), answer
         created: dict[str, Any] = answer
         return created
