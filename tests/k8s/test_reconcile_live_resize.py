@@ -278,6 +278,48 @@ def test_a_new_server_that_starts_again_after_it_took_over_has_lost_its_rows(cha
     assert one_pass(TWO, plan.status, after).delete_pods == []
 
 
+RESIZED = replace(at(Stage.ENDING), resize=None)
+
+
+def test_new_servers_that_answer_again_stay() -> None:
+    """They restarted while the operator was away, and each began as another one answered."""
+    again = [replace(one, num_restarts=1, is_ready=True) for one in NEW_SERVERS]
+    plan = one_pass(TWO, RESIZED, with_pods(everything(ONE), *again))
+    assert plan.delete_pods == []
+    assert conditions_of(plan)["RowsComplete"] == (False, "ServerRestarted")
+
+
+def test_a_new_server_that_is_replaced_is_counted_as_one_restart() -> None:
+    again = replace(NEW_SERVERS[0], num_restarts=1)
+    status, restarts, num_events = RESIZED, 0, 0
+    for one in (
+        again,
+        replace(again, is_deleting=True),
+        replace(again, uid="replaced", num_restarts=0, gathers=False),
+    ):
+        plan = one_pass(TWO, status, with_pods(everything(ONE), one, NEW_SERVERS[1]))
+        status = plan.status
+        restarts = status.roles[Role.PARAMETER_SERVER].restarts
+        num_events += len([event for event in plan.events if event.reason == "ServerRestarted"])
+    assert (restarts, num_events) == (1, 1)
+    assert status.servers[NEW_SERVERS[0].name] == "replaced/0"
+
+
+def test_a_new_server_that_still_gathers_is_replaced_once() -> None:
+    """The StatefulSet kept `--sources`, as the API server refused its change."""
+    status, num_deleted = RESIZED, 0
+    pods = [replace(one, num_restarts=1) for one in NEW_SERVERS]
+    for number in range(4):
+        plan = one_pass(TWO, status, with_pods(everything(ONE), *pods))
+        status, num_deleted = plan.status, num_deleted + len(plan.delete_pods)
+        deleted = {one.uid for one in plan.delete_pods}
+        pods = [
+            replace(one, uid=f"{number}-{one.uid}", num_restarts=0) if one.uid in deleted else one
+            for one in pods
+        ]
+    assert num_deleted == len(pods)
+
+
 def test_a_job_that_failed_in_this_pass_begins_nothing() -> None:
     """For example by its old servers, which fail again and again."""
     worn = with_pods(everything(ONE, PARAMETER_SERVER={"num_restarts": 9}), *NEW_SERVERS)

@@ -216,7 +216,7 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
-    seen = {pod.name: pod.incarnation for pod in pods}
+    seen = {pod.name: pod.incarnation for pod in pods if not _is_replaced(situation, pod)}
     # One that starts again before it takes over loses nothing.
     if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
         seen |= {pod.name: pod.incarnation for pod in situation.others}
@@ -256,8 +256,17 @@ def _replace_waiting(situation: Situation) -> None:
     pods = situation.observed.of_role(Role.PARAMETER_SERVER)
     # Never later than in the first pass that sees it: it may have begun to serve by then.
     anew = [pod for pod in pods if pod.gathers and _new_restarts(situation, pod)]
-    if not any(pod.is_ready and pod not in anew for pod in pods):
+    # One that is ready has begun without rows long ago, while the operator was away; and others follow it.
+    if not any(pod.is_ready for pod in pods):
         situation.plan.delete_pods += [pod for pod in anew if not pod.is_deleting]
+        # This restart is counted, so the new pod is none; nor is it replaced if it gathers, too.
+        gone = {pod.name: GONE for pod in anew}
+        situation.update(servers={**situation.plan.status.servers, **gone})
+
+
+def _is_replaced(situation: Situation, pod: PodView) -> bool:
+    """Whether it only ends: an earlier pass has deleted it and counted that."""
+    return pod.is_deleting and situation.before.servers.get(pod.name, GONE) == GONE
 
 
 def _early_restarts(situation: Situation, pod: PodView) -> int:
@@ -306,6 +315,8 @@ def _new_restarts(situation: Situation, pod: PodView) -> int:
     uid, _, number = known.partition("/")
     if known != GONE and uid == pod.uid:
         return pod.num_restarts - int(number)
+    if _is_replaced(situation, pod):
+        return 0
     # A replaced pod is a restart of its server, but for those that the operator itself has replaced.
     is_replaced = known != GONE and situation.before.is_training
     return pod.num_restarts + is_replaced
