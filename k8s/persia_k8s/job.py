@@ -339,13 +339,13 @@ class Job:
         return own if self.spec.replicas is None else {**own, self.scaled_role: self.spec.replicas}
 
     @property
-    def wish(self) -> str:
-        """What the spec asks of a resize: the number of parameter servers, and a digest of the fields that it
-        depends on. A resize that has failed is tried again once this changes."""
+    def wish(self) -> int:
+        """Digest of the number of parameter servers and of all fields that a resize depends on. A resize that
+        has failed is tried again once this changes."""
         # Without defaults: the fields of a later version must not change what an earlier one has stored.
         fields = self.spec.model_dump(mode="json", include=_OF_RESIZE, exclude_defaults=True)
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
-        return f"{self.spec.embedding_parameter_server.replicas}/{digest}"
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+        return int.from_bytes(digest[:6], "big")  # every reader of JSON has integers of 48 bits
 
     @property
     def ranks_per_node(self) -> int:

@@ -191,11 +191,12 @@ class JobStatus:
         default=0,
         description="Highest generation of parameter servers that any resize has started.",
     )
-    # Not the generation of the spec: an autoscaler changes that, too.
-    failed_wish: _Text = Field(
-        default="",
-        description="The failed resize, until it is reverted: number of parameter servers, and a digest of "
-        "the fields that a resize depends on.",
+    # Not the generation of the spec: an autoscaler changes that, too. The field is of the time when it was
+    # that: a definition of another version than the operator would drop a new one, and the resize would begin
+    # again and again.
+    failed_resize: StrictInt = Field(
+        default=0,
+        description="Digest of the fields that the failed resize depended on, until it is reverted.",
     )
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."

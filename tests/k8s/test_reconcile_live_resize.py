@@ -129,7 +129,7 @@ def test_new_servers_that_have_the_rows_are_the_job_s_servers() -> None:
 def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why(exit_code: int) -> None:
     """2: the image is older, and does not know the command."""
     plan = one_pass(TWO, at(Stage.MOVING, tries=1), with_pods(BOTH, coordinator("Failed", exit_code)))
-    assert (plan.status.resize, plan.status.failed_wish) == (None, TWO.wish)
+    assert (plan.status.resize, plan.status.failed_resize) == (None, TWO.wish)
     assert (plan.events[-1].reason, "they have standbys" in plan.events[-1].message) == ("ResizeFailed", True)
     plan = one_pass(TWO, plan.status, BOTH)
     assert plan.delete_objects == [("StatefulSet", NEW)]
@@ -139,7 +139,7 @@ def test_a_resize_that_is_given_up_leaves_the_old_servers_and_says_why(exit_code
     assert plan.status.resize is None
 
 
-FAILED = replace(RUNNING, failed_wish=TWO.wish, last_generation=1)
+FAILED = replace(RUNNING, failed_resize=TWO.wish, last_generation=1)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_failed_resize_is_tried_again_once_its_own_fields_change(
 def test_a_failed_resize_is_tried_again_after_it_was_reverted_with_new_names() -> None:
     """A server of the failed one may still run, on a node that cannot be reached."""
     plan = one_pass(ONE, FAILED, everything(ONE))
-    assert plan.status.failed_wish == ""
+    assert plan.status.failed_resize == 0
     plan = one_pass(TWO, plan.status, everything(ONE))
     assert (plan.status.resize.generation, plan.status.last_generation) == (2, 2)  # type: ignore[union-attr]
     (spec,) = sets(one_pass(TWO, plan.status, everything(ONE))).values()
@@ -174,6 +174,32 @@ def test_a_failed_resize_is_tried_again_after_it_was_reverted_with_new_names() -
     (manifest,) = one_pass(TWO, moving, observed).create_pods
     arguments = manifest["spec"]["containers"][0]["command"]
     assert arguments[-2:] == ["--generation=2", "--from-generation=0"]
+
+
+# Of the status, in the first version that resizes without a checkpoint.
+FIELDS_BEFORE = (
+    "phase observedGeneration startTime completionTime restarts loaderRestarts restartTime suspensions tls "
+    "standbys certificatesUntil checkedGeneration resizes serverGeneration earlyRestarts resize failedResize "
+    "resizeCheckpoint selector replicas scaledFrom roles servers progress conditions"
+)
+
+
+def test_a_failed_resize_ends_with_the_definition_of_an_earlier_version() -> None:
+    """The API server drops the fields that it does not know. Helm never upgrades a definition."""
+    plan = one_pass(TWO, at(Stage.MOVING, tries=2), with_pods(BOTH, coordinator("Failed", 3)))
+    stored = {name: value for name, value in plan.status.to_dict().items() if name in FIELDS_BEFORE.split()}
+    plan = one_pass(TWO, JobStatus.from_dict(stored), everything(ONE))
+    assert plan.status.resize is None
+    assert conditions_of(plan)["SpecApplied"] == (False, "ResizeRefused")
+
+
+def test_a_resize_that_failed_under_an_earlier_operator_is_not_tried_again() -> None:
+    """That one noted the generation of the spec."""
+    failed = replace(RUNNING, failed_resize=7)
+    plan = one_pass(replace(TWO, generation=7), failed, everything(ONE))
+    assert (plan.status.resize, plan.status.failed_resize) == (None, TWO.wish)
+    assert one_pass(replace(TWO, generation=8), plan.status, everything(ONE)).status.resize is None
+    assert one_pass(replace(TWO, generation=8), failed, everything(ONE)).status.resize is not None
 
 
 def test_the_status_forgets_servers_of_older_generations() -> None:
@@ -221,7 +247,7 @@ def test_a_coordinator_that_the_api_server_refuses_is_a_condition_and_can_be_tak
     reverted = one_pass(ONE, plan.status, BOTH)
     assert (reverted.status.resize, conditions_of(reverted)["Resized"]) == (None, (False, "BrokenOff"))
     late = one_pass(TWO, plan.status, BOTH, after_s=600)
-    assert (late.status.resize, late.status.failed_wish) == (None, TWO.wish)
+    assert (late.status.resize, late.status.failed_resize) == (None, TWO.wish)
     assert "quota" in late.events[-1].message
     accepted = one_pass(TWO, plan.status, BOTH)
     accepted.trial_pod = None
@@ -235,7 +261,7 @@ def test_a_resize_that_does_not_begin_in_time_is_given_up(stage: Stage) -> None:
     waits = with_pods(everything(ONE), replace(NEW_SERVERS[0], trouble="no image", phase="Pending"))
     assert one_pass(TWO, status, waits, after_s=599).status.resize is not None
     plan = one_pass(TWO, status, waits, after_s=600)
-    assert (plan.status.resize, plan.status.failed_wish) == (None, TWO.wish)
+    assert (plan.status.resize, plan.status.failed_resize) == (None, TWO.wish)
     assert conditions_of(plan)["Resized"] == (False, "ResizeFailed")
     assert "progressDeadlineSeconds" in plan.events[-1].message
 
@@ -243,7 +269,7 @@ def test_a_resize_that_does_not_begin_in_time_is_given_up(stage: Stage) -> None:
 def test_new_servers_that_fail_again_and_again_end_the_resize_and_not_the_job() -> None:
     worn = replace(NEW_SERVERS[1], num_restarts=TWO.spec.backoff_limit + 1, trouble="OOMKilled")
     plan = one_pass(TWO, at(Stage.STARTING), with_pods(everything(ONE), NEW_SERVERS[0], worn))
-    assert (plan.status.phase, plan.status.resize, plan.status.failed_wish) == (
+    assert (plan.status.phase, plan.status.resize, plan.status.failed_resize) == (
         Phase.RUNNING,
         None,
         TWO.wish,

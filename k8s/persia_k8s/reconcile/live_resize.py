@@ -37,7 +37,7 @@ def go_on(situation: Situation) -> None:
     elif _is_wanted(situation):
         _begin(situation)
     elif _wanted(situation) == situation.scale.replicas[Role.PARAMETER_SERVER]:
-        situation.update(failed_wish="")  # reverted: the same wish is a new one
+        situation.update(failed_resize=0)  # reverted: the same wish is a new one
 
 
 def forget(situation: Situation) -> None:
@@ -61,7 +61,7 @@ def _is_wanted(situation: Situation) -> bool:
     return (
         before.phase is Phase.RUNNING
         and before.resize is None
-        and before.failed_wish != job.wish
+        and before.failed_resize != job.wish
         and job.spec.resize_checkpoint is None
         and Role.STANDBY not in replicas
         and _wanted(situation) != replicas[Role.PARAMETER_SERVER]
@@ -214,5 +214,5 @@ def _give_up(situation: Situation, reason: str, why: str) -> None:
     situation.set_condition(CONDITION, False, reason, why)
     situation.plan.look_again_s = 0.5
     if reason == _FAILED:
-        situation.update(failed_wish=situation.job.wish)
+        situation.update(failed_resize=situation.job.wish)
         situation.event(reason, why, is_warning=True)

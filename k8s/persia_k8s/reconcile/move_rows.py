@@ -32,7 +32,7 @@ def is_wanted(situation: Situation) -> bool:
         before.phase is Phase.RUNNING
         and not job.is_inference
         and job.spec.resize_checkpoint is not None
-        and before.failed_wish != job.wish
+        and before.failed_resize != job.wish
         and before.resize is None
         and job.roles[Role.PARAMETER_SERVER].replicas != situation.scale.replicas[Role.PARAMETER_SERVER]
     )
@@ -78,7 +78,7 @@ def dump(situation: Situation) -> None:
     elif pod.phase == "Failed":
         text = f"the training could not be dumped, and continues as it is: {pod.trouble}"
         break_off(situation, text, phase=Phase.RUNNING)
-        situation.update(failed_wish=situation.job.wish)
+        situation.update(failed_resize=situation.job.wish)
         situation.event("ResizeFailed", text, is_warning=True)
 
 

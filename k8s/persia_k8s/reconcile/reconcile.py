@@ -61,6 +61,8 @@ def _look(
     wanted_standbys = job.spec.embedding_parameter_server.standbys
     if before.standbys is not None:
         job = job.with_standbys(before.standbys)
+    if before.failed_resize == job.generation:  # noted by an earlier operator
+        before = replace(before, failed_resize=job.wish)
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
     scale = Scale(
         replicas=replicas,

@@ -188,7 +188,7 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
         if has != wanted and not is_told:
             text = _RESIZE_DEFERRED
             if role is Role.PARAMETER_SERVER:
-                has_failed = situation.before.failed_wish == job.wish
+                has_failed = situation.before.failed_resize == job.wish
                 has_no_place = Role.STANDBY in scale.replicas and job.spec.resize_checkpoint is None
                 if situation.before.is_training and not (has_failed or has_no_place or job.is_inference):
                     continue  # under way: `Resized` says how far
