@@ -81,6 +81,10 @@ class Resize:
 
     stage: Stage = Field(description="How far it is.")
     replicas: StrictInt = Field(description="Number of the new servers.")
+    wish: StrictInt = Field(
+        default=0,
+        description="Digest of the fields that the resize depends on, at its start.",
+    )
     location: _Text = Field(default="", description="The checkpoint that the job goes through.")
     generation: StrictInt = Field(
         default=0, description="Of the new servers; 0 if the job goes through a checkpoint."

@@ -14,6 +14,7 @@ from persia_k8s.builders.manifest import spec_hash
 from persia_k8s.names import Role, pod_name
 from persia_k8s.observation import Observation, PodView
 from persia_k8s.reconcile import Plan, take_refusals
+from persia_k8s.reconcile.plan import time_text
 from persia_k8s.status import JobStatus, Phase, Resize, Stage
 
 OLD, NEW = "job-embedding-ps", "job-embedding-ps-g1"
@@ -61,7 +62,7 @@ def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
     plan = one_pass(TWO, RUNNING, everything(ONE))
     assert (plan.status.phase, plan.status.resize) == (
         Phase.RUNNING,
-        Resize(stage=Stage.STARTING, replicas=2, generation=1, since="2030-01-01T00:00:00Z"),
+        Resize(stage=Stage.STARTING, replicas=2, wish=TWO.wish, generation=1, since=time_text(NOW)),
     )
     assert [event.reason for event in plan.events] == ["Resizing"]
     plan = one_pass(TWO, plan.status, replace(everything(ONE), has_pod_groups=True))
@@ -200,6 +201,17 @@ def test_a_resize_that_failed_under_an_earlier_operator_is_not_tried_again() -> 
     assert (plan.status.resize, plan.status.failed_resize) == (None, TWO.wish)
     assert one_pass(replace(TWO, generation=8), plan.status, everything(ONE)).status.resize is None
     assert one_pass(replace(TWO, generation=8), failed, everything(ONE)).status.resize is not None
+
+
+def test_a_wish_that_changes_during_a_resize_that_fails_is_tried() -> None:
+    three = make_job(embeddingParameterServer={"replicas": 3})
+    begun = one_pass(TWO, RUNNING, everything(ONE)).status.resize
+    assert begun is not None
+    moving = at(Stage.MOVING, tries=2, wish=begun.wish)
+    plan = one_pass(three, moving, with_pods(BOTH, coordinator("Failed", 3)))
+    assert plan.events[-1].reason == "ResizeFailed"
+    plan = one_pass(three, plan.status, everything(ONE))
+    assert (plan.status.resize.replicas, conditions_of(plan)["Resized"]) == (3, (False, "Starting"))  # type: ignore[union-attr]
 
 
 def test_the_status_forgets_servers_of_older_generations() -> None:

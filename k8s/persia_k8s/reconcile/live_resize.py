@@ -18,7 +18,15 @@ from persia_k8s.observation import PodView
 from persia_k8s.reconcile import refuse
 from persia_k8s.reconcile import resize as numbers
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
-from persia_k8s.reconcile.rows_pods import CONDITION, FIELD, delete_rows_pods, enter, provide_pod, report
+from persia_k8s.reconcile.rows_pods import (
+    CONDITION,
+    FIELD,
+    delete_rows_pods,
+    enter,
+    note_failure,
+    provide_pod,
+    report,
+)
 from persia_k8s.status import Phase, Resize, Stage
 
 _NOT_RESIZED = 3  # the exit code of a coordinator: the old servers continue
@@ -79,7 +87,8 @@ def _begin(situation: Situation) -> None:
     # Never one that has failed: a server of it may still run where its node cannot be reached.
     generation = max(situation.before.server_generation, situation.before.last_generation) + 1
     situation.update(last_generation=generation)
-    _enter(situation, Resize(stage=Stage.STARTING, replicas=wanted, generation=generation), Stage.STARTING)
+    resize = Resize(stage=Stage.STARTING, replicas=wanted, wish=situation.job.wish, generation=generation)
+    _enter(situation, resize, Stage.STARTING)
 
 
 def _enter(situation: Situation, resize: Resize, stage: Stage) -> None:
@@ -214,5 +223,5 @@ def _give_up(situation: Situation, reason: str, why: str) -> None:
     situation.set_condition(CONDITION, False, reason, why)
     situation.plan.look_again_s = 0.5
     if reason == _FAILED:
-        situation.update(failed_resize=situation.job.wish)
+        note_failure(situation, _resize(situation))
         situation.event(reason, why, is_warning=True)
