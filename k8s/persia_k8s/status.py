@@ -193,7 +193,7 @@ class JobStatus:
     )
     last_generation: StrictInt = Field(
         default=0,
-        description="Highest generation of parameter servers that any resize has started.",
+        description="Highest generation of parameter servers whose resize has failed or was cancelled.",
     )
     # Not the generation of the spec: an autoscaler changes that, too. The field is of the time when it was
     # that: a definition of another version than the operator would drop a new one, and the resize would begin

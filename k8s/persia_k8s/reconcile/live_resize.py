@@ -86,7 +86,6 @@ def _begin(situation: Situation) -> None:
     delete_rows_pods(situation)  # those of an earlier resize hold the names
     # Never one that has failed: a server of it may still run where its node cannot be reached.
     generation = max(situation.before.server_generation, situation.before.last_generation) + 1
-    situation.update(last_generation=generation)
     resize = Resize(stage=Stage.STARTING, replicas=wanted, wish=situation.job.wish, generation=generation)
     _enter(situation, resize, Stage.STARTING)
 
@@ -219,9 +218,11 @@ def _apply_set(situation: Situation, resize: Resize, sources: int) -> None:
 
 def _give_up(situation: Situation, reason: str, why: str) -> None:
     """The next pass deletes the new servers."""
-    situation.update(resize=None)
+    resize = _resize(situation)
+    last_generation = max(situation.before.last_generation, resize.generation)
+    situation.update(resize=None, last_generation=last_generation)
     situation.set_condition(CONDITION, False, reason, why)
     situation.plan.look_again_s = 0.5
     if reason == _FAILED:
-        note_failure(situation, _resize(situation))
+        note_failure(situation, resize)
         situation.event(reason, why, is_warning=True)
