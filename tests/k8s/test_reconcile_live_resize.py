@@ -250,6 +250,14 @@ def test_a_resize_can_be_taken_back_until_a_coordinator_runs() -> None:
     assert one_pass(ONE, unseen.status, pending).delete_pods == []
 
 
+def test_a_coordinator_is_judged_once_a_cancelled_one_is_gone() -> None:
+    """The API server would refuse its name."""
+    ending = replace(coordinator("Pending"), is_deleting=True)
+    plan = one_pass(TWO, at(Stage.MOVING), with_pods(BOTH, ending))
+    assert (plan.trial_pod, plan.status.resize) == (None, at(Stage.MOVING).resize)
+    assert one_pass(TWO, plan.status, BOTH).trial_pod is not None
+
+
 def test_a_coordinator_that_the_api_server_refuses_is_a_condition_and_can_be_taken_back() -> None:
     begun = at(Stage.MOVING, since="2030-01-01T00:00:00Z")
 

@@ -171,10 +171,11 @@ def _begin_to_move(situation: Situation, resize: Resize) -> Resize | None:
     if obstacle is None:
         # Noted before it is created: who finds 0 knows that there was none. One that the API server would
         # refuse is not noted, as nothing could tell later that it has never run.
-        situation.update(resize=replace(resize, tries=1))
         if resize.tries:
             return resize
-        situation.plan.trial_pod = resize_pod(situation.job, resize, situation.scale, situation.images)
+        if pod is None:  # a cancelled one that still ends holds the name, which is no refusal
+            situation.update(resize=replace(resize, tries=1))
+            situation.plan.trial_pod = resize_pod(situation.job, resize, situation.scale, situation.images)
         return None
     if pod is None and resize.tries:
         return replace(resize, tries=_HAS_RUN)  # it may have run, unseen
