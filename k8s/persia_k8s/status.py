@@ -219,6 +219,10 @@ class JobStatus:
     # A pod that is replaced counts its restarts from 0 again, so the count alone would not show it.
     servers: Annotated[
         Mapping[str, str],
+        # Earlier operators wrote "gone".
+        BeforeValidator(
+            lambda servers: {k: "" if known == "gone" else known for k, known in servers.items()}
+        ),
         # "": removed by the next patch. Each generation of parameter servers has names of its own.
         PlainSerializer(lambda servers: {name: known or None for name, known in servers.items()}),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),

@@ -230,6 +230,13 @@ def test_the_status_forgets_servers_of_older_generations() -> None:
     assert patch["job-embedding-ps-0"]
 
 
+def test_a_server_that_an_earlier_operator_noted_as_gone_was_not_started_anew() -> None:
+    retired = JobStatus.from_dict({**RUNNING.to_dict(), "servers": {"job-embedding-worker-0": "gone"}})
+    plan = one_pass(ONE, retired, everything(ONE))
+    assert plan.events == []
+    assert plan.status.roles[Role.EMBEDDING_WORKER].restarts == 0
+
+
 def test_a_later_coordinator_that_does_not_know_the_command_decides_nothing() -> None:
     plan = one_pass(TWO, at(Stage.MOVING, tries=3), with_pods(BOTH, coordinator("Failed", 2)))
     assert plan.status.resize is not None
