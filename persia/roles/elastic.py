@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 BUSY = "a checkpoint is being written or loaded: try again after it"
 _LOOK_S = 1.0
 _SERVERS_PER_LOOK = 10  # that ask all servers in each _LOOK_S
+_SILENT_LOOKS = 3  # in a row: in one, answers may be lost
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -146,18 +147,19 @@ class ElasticServer:
         them, those whose rows they were do not answer any more.
         """
         assert self._advertiser is not None
-        info, news, last_seen = self._advertiser.info, threading.Event(), time.monotonic()
-        # Every server answers each look, so more of them look less often. A server that begins to serve says
-        # so to all.
-        num_pauses = max(1, info.replicas // _SERVERS_PER_LOOK)
+        info, news, deadline_s = self._advertiser.info, threading.Event(), env.get_deadline_s()
+        last_seen, num_silent = time.monotonic(), 0
+        # Every server answers each look, so more of them look less often, but several times in the deadline.
+        # A server that begins to serve says so to all.
+        num_pauses = max(1, min(info.replicas // _SERVERS_PER_LOOK, int(deadline_s / 10 / _LOOK_S)))
         joined = self._session.subjects.advertise(EMBEDDING_PARAMETER_SERVER)
         with contextlib.closing(self._session.subscribe(joined, lambda _event: news.set())):
             while not self._has_rows and not self._server.was_sent_rows:
                 news.clear()
                 is_late, is_early = self._look(self._advertiser)
-                if is_early:
-                    last_seen = time.monotonic()
-                is_late = is_late or time.monotonic() - last_seen > env.get_deadline_s()
+                now = time.monotonic()
+                last_seen, num_silent = (now, 0) if is_early else (last_seen, num_silent + 1)
+                is_late = is_late or (num_silent >= _SILENT_LOOKS and now - last_seen > deadline_s)
                 # Asked again: the first rows, and the end of it all, may have come meanwhile.
                 if is_late and not self._has_rows and not self._server.was_sent_rows:
                     get_default_logger().warning("%s: its rows are lost, and it begins without", info)

@@ -15,6 +15,7 @@ from persia.messaging.discovery import ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, Subjects
 from persia.observability.sources import ParameterServerSource
+from persia.roles import elastic
 from persia.roles.elastic import ElasticServer
 from persia.roles.lifetime import ServerOptions
 
@@ -92,6 +93,59 @@ def test_more_servers_that_wait_for_rows_do_not_ask_each_server_more_often(
             waiting(broker).wait()
         asked[replicas] = replicas * broker.num_looks
     assert asked[100] <= asked[10]
+
+
+MANY_SERVERS = [(3010, 300.0), (310, 30.0), (1, 1.0)]
+
+
+def lasting(monkeypatch: pytest.MonkeyPatch, deadline_s: float) -> list[float]:
+    """The clock of a server that waits, in one item: a look takes 2 s, and pauses take their time."""
+    now = [0.0]
+
+    def pause(_event: threading.Event, seconds: float) -> bool:
+        now[0] += seconds
+        return False
+
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", str(deadline_s))
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threading.Event, "wait", pause)
+    monkeypatch.setattr(elastic, "wait_for_stop", lambda: None)
+    return now
+
+
+@pytest.mark.parametrize(("replicas", "deadline_s"), MANY_SERVERS)
+def test_rows_are_not_lost_by_one_look_that_finds_no_older_server(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, deadline_s: float
+) -> None:
+    broker, now, looks = Broker(replicas=replicas), lasting(monkeypatch, deadline_s), []
+
+    def others(_window_s: float) -> list[ServiceInfo]:
+        now[0] += 2.0
+        looks.append(now[0])
+        if len(looks) > 6:
+            raise TimeoutError
+        return [] if len(looks) == 3 else [info_of(3, generation=0)]
+
+    monkeypatch.setattr(broker, "others", others)
+    with pytest.raises(TimeoutError):
+        waiting(broker).wait()  # a return: it begins without rows
+
+
+@pytest.mark.parametrize(("replicas", "deadline_s"), MANY_SERVERS)
+def test_rows_are_lost_once_no_older_server_has_answered_for_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, deadline_s: float
+) -> None:
+    broker, now, looks = Broker(replicas=replicas), lasting(monkeypatch, deadline_s), []
+
+    def others(_window_s: float) -> list[ServiceInfo]:
+        now[0] += 2.0
+        looks.append(now[0])
+        return []
+
+    monkeypatch.setattr(broker, "others", others)
+    waiting(broker).wait()
+    assert deadline_s < now[0] < 1.2 * deadline_s + 10.0
+    assert len(looks) >= 3
 
 
 def test_a_server_that_waits_for_rows_looks_again_when_another_one_begins_to_serve(
