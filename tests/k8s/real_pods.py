@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from harness import Namespace
-from kubelet import Container, FakeKubelet, LocalProcess
+
+if TYPE_CHECKING:  # they need the persia-k8s distribution, and conftest.py imports this file without it
+    from harness import Namespace
+    from kubelet import Container, FakeKubelet, LocalProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = REPOSITORY / "examples" / "adult_income"
@@ -35,6 +37,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run_pods(kubelet: FakeKubelet, tmp_path: Path) -> dict[str, LocalProcess]:
     """Makes the kubelet run commands; returns its processes by pod name."""
+    from kubelet import LocalProcess
+
     if shutil.which("persia-launcher") is None:
         pytest.skip("no persia-launcher in the PATH: pip install .")
     env = {name: value for name, value in os.environ.items() if name not in OF_ONE_PROCESS}
