@@ -195,9 +195,8 @@ class JobStatus:
         default=0,
         description="Highest generation of parameter servers whose resize has failed or was cancelled.",
     )
-    # Not the generation of the spec: an autoscaler changes that, too. The field is of the time when it was
-    # that: a definition of another version than the operator would drop a new one, and the resize would begin
-    # again and again.
+    # Not the generation of the spec, which an autoscaler changes, too. Earlier operators wrote that here: the
+    # definition of their version would drop another field, and the resize would begin again without end.
     failed_resize: StrictInt = Field(
         default=0,
         description="Digest of the fields that the failed resize depended on, until it is reverted.",

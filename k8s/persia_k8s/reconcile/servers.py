@@ -256,16 +256,16 @@ def _replace_waiting(situation: Situation) -> None:
     pods = situation.observed.of_role(Role.PARAMETER_SERVER)
     # Never later than in the first pass that sees it: it may have begun to serve by then.
     anew = [pod for pod in pods if pod.gathers and _new_restarts(situation, pod)]
-    # One that is ready has begun without rows long ago, while the operator was away; and others follow it.
+    # If one is ready, the others begin, too. All may have restarted while the operator was away.
     if not any(pod.is_ready for pod in pods):
         situation.plan.delete_pods += [pod for pod in anew if not pod.is_deleting]
-        # This restart is counted, so the new pod is none; nor is it replaced if it gathers, too.
+        # This pass counts the restart, so that the new pod is none. If it gathers, too, it is not replaced.
         gone = {pod.name: GONE for pod in anew}
         situation.update(servers={**situation.plan.status.servers, **gone})
 
 
 def _is_replaced(situation: Situation, pod: PodView) -> bool:
-    """Whether it only ends: an earlier pass has deleted it and counted that."""
+    """Whether an earlier pass has deleted it, and counted its restart."""
     return pod.is_deleting and situation.before.servers.get(pod.name, GONE) == GONE
 
 
