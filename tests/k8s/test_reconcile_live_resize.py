@@ -203,11 +203,11 @@ def test_a_resize_that_failed_under_an_earlier_operator_is_not_tried_again() -> 
     assert one_pass(replace(TWO, generation=8), failed, everything(ONE)).status.resize is not None
 
 
-def test_a_wish_that_changes_during_a_resize_that_fails_is_tried() -> None:
+@pytest.mark.parametrize("wish", [TWO.wish, 0])
+def test_a_wish_that_changes_during_a_resize_that_fails_is_tried(wish: int) -> None:
+    """0: of an earlier operator."""
     three = make_job(embeddingParameterServer={"replicas": 3})
-    begun = one_pass(TWO, RUNNING, everything(ONE)).status.resize
-    assert begun is not None
-    moving = at(Stage.MOVING, tries=2, wish=begun.wish)
+    moving = at(Stage.MOVING, tries=2, wish=wish)
     plan = one_pass(three, moving, with_pods(BOTH, coordinator("Failed", 3)))
     assert plan.events[-1].reason == "ResizeFailed"
     plan = one_pass(three, plan.status, everything(ONE))

@@ -21,7 +21,10 @@ def enter(situation: Situation, resize: Resize) -> None:
 
 def note_failure(situation: Situation, resize: Resize) -> None:
     """What was tried is not tried again; the spec may have been corrected since, and is tried then."""
-    wish = resize.wish or situation.job.wish  # 0: the resize of an earlier operator
+    wish = resize.wish
+    # Of an earlier operator, or the definition of its version: only the number is known.
+    if not wish and resize.replicas == situation.job.roles[Role.PARAMETER_SERVER].replicas:
+        wish = situation.job.wish
     situation.update(failed_resize=wish)
 
 
