@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
@@ -48,6 +50,14 @@ _TOLERATIONS = list_of_objects(
         "tolerationSeconds": {"type": "integer"},
     }
 )
+_OF_RESIZE = {
+    "embedding_parameter_server",
+    "env",
+    "volumes",
+    "resize_checkpoint",
+    "progress_deadline_seconds",
+    "backoff_limit",
+}
 _OWN_LABELS = (JOB_LABEL, ROLE_LABEL, ATTEMPT_LABEL, GENERATION_LABEL, SOURCES_LABEL)
 _STRINGS = {"type": "object", "additionalProperties": {"type": "string"}}
 # Open: the API server judges each pod of the job before it is made, and knows the fields of its version.
@@ -327,6 +337,15 @@ class Job:
         """The wanted number of pods of each role with a section of its own."""
         own = {role: section.replicas for role, section in self.roles.items()}
         return own if self.spec.replicas is None else {**own, self.scaled_role: self.spec.replicas}
+
+    @property
+    def wish(self) -> int:
+        """Digest of the number of parameter servers and of all fields that a resize depends on. A resize that
+        has failed is tried again once this changes."""
+        # Without defaults: the fields of a later version must not change what an earlier one has stored.
+        fields = self.spec.model_dump(mode="json", include=_OF_RESIZE, exclude_defaults=True)
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
+        return int.from_bytes(digest[:6], "big")  # every reader of JSON has integers of 48 bits
 
     @property
     def ranks_per_node(self) -> int:

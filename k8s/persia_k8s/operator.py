@@ -278,6 +278,10 @@ class Operator:
         for pod in plan.delete_pods:
             self._cluster.delete_pod(namespace, pod)
         refusals += [_refusal(self._cluster.create_pod, manifest) for manifest in plan.create_pods]
+        if plan.trial_pod is not None:
+            refusals.append(_refusal(self._cluster.try_out, plan.trial_pod))
+            if not refusals[-1]:
+                plan.trial_pod = None
         if plan.delete_job:
             self._cluster.delete_job(namespace, job.name)
         return [refusal for refusal in refusals if refusal]

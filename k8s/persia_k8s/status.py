@@ -81,6 +81,10 @@ class Resize:
 
     stage: Stage = Field(description="How far it is.")
     replicas: StrictInt = Field(description="Number of the new servers.")
+    wish: StrictInt = Field(
+        default=0,
+        description="Digest of the fields that the resize depends on, at its start.",
+    )
     location: _Text = Field(default="", description="The checkpoint that the job goes through.")
     generation: StrictInt = Field(
         default=0, description="Of the new servers; 0 if the job goes through a checkpoint."
@@ -187,8 +191,16 @@ class JobStatus:
     resize: Resize | None = Field(
         default=None, description="The resize of the parameter servers that goes on."
     )
-    # By generation of the spec: what has failed is tried again only once somebody has changed the spec.
-    failed_resize: StrictInt = Field(default=0, description="Generation of the spec whose resize has failed.")
+    last_generation: StrictInt = Field(
+        default=0,
+        description="Highest generation of parameter servers whose resize has failed or was cancelled.",
+    )
+    # Not the generation of the spec, which an autoscaler changes, too. Earlier operators wrote that here: the
+    # definition of their version would drop another field, and the resize would begin again without end.
+    failed_resize: StrictInt = Field(
+        default=0,
+        description="Digest of the fields that the failed resize depended on, until it is reverted.",
+    )
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."
     )
@@ -206,6 +218,12 @@ class JobStatus:
     # A pod that is replaced counts its restarts from 0 again, so the count alone would not show it.
     servers: Annotated[
         Mapping[str, str],
+        # Earlier operators wrote "gone".
+        BeforeValidator(
+            lambda servers: {k: "" if known == "gone" else known for k, known in servers.items()}
+        ),
+        # "": removed by the next patch. Each generation of parameter servers has names of its own.
+        PlainSerializer(lambda servers: {name: known or None for name, known in servers.items()}),
         WithJsonSchema({"type": "object", "additionalProperties": {"type": "string"}}),
     ] = Field(default={}, description="Incarnation of each server pod, by which a restart is known.")
     progress: Annotated[

@@ -7,7 +7,7 @@ know how far the change had come, and the coordinator that follows ends it eithe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
@@ -26,7 +26,6 @@ from persia.launcher.hand_over import (
     ask_all,
     attempts,
     check_replaceable,
-    servers,
     targets_of,
 )
 from persia.messaging.session import NatsSession
@@ -42,13 +41,16 @@ class NotResizedError(Exception):
 
 
 class Coordinator:
-    """Moves rows from `num_old` servers of the generation before to `num_new` ones of `generation`."""
+    """Moves rows from the servers `old` to the servers `new`."""
 
     def __init__(
-        self, session: NatsSession, generation: int, num_old: int, num_new: int, tell: Callable[[str], None]
+        self,
+        session: NatsSession,
+        old: Sequence[Server],
+        new: Sequence[Server],
+        tell: Callable[[str], None],
     ) -> None:
-        self._session, self._tell = session, tell
-        self._old, self._new = servers(generation - 1, num_old), servers(generation, num_new)
+        self._session, self._old, self._new, self._tell = session, old, new, tell
         self._targets: Targets = ()
         self._told = ""
         self._steps = HandOver(session, self._old, self._new, check=self._check, note=self._note)

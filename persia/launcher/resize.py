@@ -31,6 +31,12 @@ _NOT_RESIZED = 3  # the exit code of a change that was given up: the old servers
     help="Move rows to servers of this generation, which something else has started and will end.",
 )
 @option(
+    "--from-generation",
+    type=click.IntRange(min=0),
+    hidden=True,
+    help="With --generation: from servers of this generation; by default, the one before.",
+)
+@option(
     "--sources",
     type=COUNT,
     default=1,
@@ -42,6 +48,7 @@ def command(
     job_name: str,
     parameter_servers: int,
     generation: int | None,
+    from_generation: int | None,
     sources: int,
 ) -> None:
     """Change the number of parameter servers of a job of `persia-launcher local` while it trains.
@@ -60,14 +67,16 @@ def command(
         if generation is None:
             _ask_supervisor(session, job_name, parameter_servers)
         else:
-            _coordinate(session, generation, sources, parameter_servers)
+            old = generation - 1 if from_generation is None else from_generation
+            _coordinate(session, (old, sources), (generation, parameter_servers))
 
 
-def _coordinate(session: NatsSession, generation: int, num_old: int, num_new: int) -> None:
+def _coordinate(session: NatsSession, old: tuple[int, int], new: tuple[int, int]) -> None:
     from persia.errors import PermissionDeniedError
     from persia.launcher.coordinator import Coordinator, NotResizedError
+    from persia.launcher.hand_over import servers
 
-    coordinator = Coordinator(session, generation, num_old, num_new, tell=partial(click.echo, err=True))
+    coordinator = Coordinator(session, servers(*old), servers(*new), tell=partial(click.echo, err=True))
     try:
         coordinator.run()
     except NotResizedError as error:

@@ -27,7 +27,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.logger import get_default_logger
-from persia.messaging.discovery import Advertiser, Directory, ServiceInfo
+from persia.messaging.discovery import Advertiser, Directory
 from persia.messaging.interface import Registration
 from persia.messaging.payloads import JsonMessage
 from persia.messaging.session import NatsSession
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 BUSY = "a checkpoint is being written or loaded: try again after it"
 _LOOK_S = 1.0
+_SERVERS_PER_LOOK = 10  # that ask all servers in each _LOOK_S
+_SILENT_LOOKS = 3  # in a row: in one, answers may be lost
 _PIECE_S = 10.0  # a new server that does not take a piece for so long ends the change
 
 
@@ -145,25 +147,36 @@ class ElasticServer:
         them, those whose rows they were do not answer any more.
         """
         assert self._advertiser is not None
-        last_seen = time.monotonic()
-        while not self._has_rows and not self._server.was_sent_rows:
-            generation = self._advertiser.info.generation
-            serving, others = list[ServiceInfo](), None
-            with contextlib.suppress(UnavailableError, DeadlineExceededError):
-                serving = Directory(self._session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S)
-                others = self._advertiser.others(_LOOK_S)
-            if others is None or any(info.generation < generation for info in others):
-                last_seen = time.monotonic()
-            is_late = any(info.generation >= generation for info in serving)
-            is_late = is_late or time.monotonic() - last_seen > env.get_deadline_s()
-            # Asked again: the first rows, and the end of it all, may have come meanwhile.
-            if is_late and not self._has_rows and not self._server.was_sent_rows:
-                get_default_logger().warning(
-                    "%s: its rows are lost, and it begins without", self._advertiser.info
-                )
-                return
-            time.sleep(_LOOK_S)
+        info, news, deadline_s = self._advertiser.info, threading.Event(), env.get_deadline_s()
+        last_seen, num_silent = time.monotonic(), 0
+        # Every server answers each look, so more of them look less often, but several times in the deadline.
+        # A server that begins to serve says so to all.
+        num_pauses = max(1, min(info.replicas // _SERVERS_PER_LOOK, int(deadline_s / 10 / _LOOK_S)))
+        joined = self._session.subjects.advertise(EMBEDDING_PARAMETER_SERVER)
+        with contextlib.closing(self._session.subscribe(joined, lambda _event: news.set())):
+            while not self._has_rows and not self._server.was_sent_rows:
+                news.clear()
+                is_late, is_early = self._look(self._advertiser)
+                now = time.monotonic()
+                last_seen, num_silent = (now, 0) if is_early else (last_seen, num_silent + 1)
+                is_late = is_late or (num_silent >= _SILENT_LOOKS and now - last_seen > deadline_s)
+                # Asked again: the first rows, and the end of it all, may have come meanwhile.
+                if is_late and not self._has_rows and not self._server.was_sent_rows:
+                    get_default_logger().warning("%s: its rows are lost, and it begins without", info)
+                    return
+                any(news.wait(_LOOK_S) for _ in range(num_pauses))  # in steps, as `wait_for_stop`
         wait_for_stop()
+
+    def _look(self, advertiser: Advertiser) -> tuple[bool, bool]:
+        """Whether a server of this generation answers requests, and whether one of an older one may live."""
+        generation = advertiser.info.generation
+        with contextlib.suppress(UnavailableError, DeadlineExceededError):
+            serving = Directory(self._session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S)
+            if serving:
+                return any(one.generation >= generation for one in serving), True
+            others = advertiser.others(_LOOK_S)
+            return False, others is None or any(one.generation < generation for one in others)
+        return False, True
 
     def handle_checkpoint(self, payload: bytes) -> bytes | None:
         """`handle` of the CheckpointService. Of the servers before and after, one answers."""

@@ -86,7 +86,7 @@ def make(cluster: LocalCluster, dies_at: str = "") -> tuple[Coordinator, list[st
         if text == dies_at:
             raise Died
 
-    return Coordinator(cluster.session, 1, NUM_OLD, NUM_NEW, tell), said
+    return Coordinator(cluster.session, servers(0, NUM_OLD), servers(1, NUM_NEW), tell), said
 
 
 def serving(cluster: LocalCluster, generation: int, number: int) -> list[bool]:
@@ -211,13 +211,31 @@ def test_new_servers_without_any_that_could_send_them_rows_begin_without(
 def test_the_command_is_refused_before_rows_move_and_says_so(tmp_path: Path) -> None:
     section = {"embedding_parameter_server_config": {"enable_incremental_update": True}}
     with LocalCluster(embedding_config=SLOTS, global_config=section, start_deadline_s=300) as cluster:
-        command = (sys.executable, "-m", "persia.launcher", "resize", "--parameter-servers=2")
-        ended = subprocess.run(
-            [*command, "--generation=1", "--sources=1"],
-            env={**os.environ, **cluster.env},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        ended = resize(cluster, "--parameter-servers=2", "--generation=1", "--sources=1")
     assert ended.returncode == 3
     assert "enable_incremental_update" in ended.stderr
+
+
+def resize(cluster: LocalCluster, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the command as the pod does."""
+    return subprocess.run(
+        [sys.executable, "-m", "persia.launcher", "resize", *options],
+        env={**os.environ, **cluster.env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.timeout(600)
+def test_the_command_moves_rows_past_the_generation_of_a_change_that_failed(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    new = NewServers(cluster, tmp_path, generation=2)
+    try:
+        numbers = (f"--parameter-servers={NUM_NEW}", f"--sources={NUM_OLD}")
+        ended = resize(cluster, *numbers, "--generation=2", "--from-generation=0")
+        assert ended.returncode == 0, ended.stderr
+        assert serving(cluster, 2, NUM_NEW) == [True] * NUM_NEW
+    finally:
+        new.end()

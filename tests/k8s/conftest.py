@@ -6,6 +6,7 @@ not installed, and are skipped.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))  # the harness, by its name
+
+from real_pods import data, localized, make_job, run_pods, toy  # noqa: F401  (fixtures)
 
 if TYPE_CHECKING:
     from control_plane import ControlPlane
@@ -34,7 +37,22 @@ def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlP
 
 
 @pytest.fixture(scope="session")
-def kube(control_plane: ControlPlane) -> Iterator[Kube]:
+def definer(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kube]:
+    """The administrator at the server that serves PersiaJobs: a newer one, if there is one."""
+    from control_plane import ADMIN
+    from extensions_server import ExtensionsServer, find_program
+    from harness import Kube
+
+    with contextlib.ExitStack() as stack:
+        server: ControlPlane | ExtensionsServer = control_plane
+        if (program := find_program()) is not None:
+            folder = tmp_path_factory.mktemp("extensions")
+            server = stack.enter_context(ExtensionsServer(control_plane, program, folder))
+        yield stack.enter_context(contextlib.closing(Kube(server.url, ADMIN, server.authority)))
+
+
+@pytest.fixture(scope="session")
+def kube(control_plane: ControlPlane, definer: Kube) -> Iterator[Kube]:
     """The administrator; the manifests of k8s/deploy are there, but for the Deployments."""
     from control_plane import ADMIN
     from harness import DEPLOY, Kube, wait_until
@@ -42,7 +60,7 @@ def kube(control_plane: ControlPlane) -> Iterator[Kube]:
     admin = Kube(control_plane.url, ADMIN, control_plane.authority)
     for path in ("crd.yaml", "namespace.yaml", "operator-rbac.yaml", "server-rbac.yaml"):
         for manifest in yaml.safe_load_all((DEPLOY / path).read_text()):
-            admin.create(manifest)
+            (definer if path == "crd.yaml" else admin).create(manifest)
     wait_until(lambda: admin.get("/apis/persia.com/v1/persiajobs")[0] == 200, 20, "the resource is served")
     yield admin
     admin.close()

@@ -35,11 +35,15 @@ _CONTROLLERS = "statefulset,garbagecollector,disruption,namespace,endpoint,horiz
 _START_S = 180.0
 
 
+def search_path() -> str:
+    """Where programs are looked for."""
+    folder = os.environ.get("KUBEBUILDER_ASSETS") or str(_PREPARED)
+    return os.pathsep.join([folder, os.environ.get("PATH", "")])
+
+
 def find_binaries() -> dict[str, str] | str:
     """Paths by name, or what is missing."""
-    folder = os.environ.get("KUBEBUILDER_ASSETS") or str(_PREPARED)
-    search = os.pathsep.join([folder, os.environ.get("PATH", "")])
-    paths = {name: shutil.which(name, path=search) for name in _BINARIES}
+    paths = {name: shutil.which(name, path=search_path()) for name in _BINARIES}
     missing = [name for name, path in paths.items() if path is None]
     if missing:
         return f"no {', '.join(missing)}: `./run extras` installs them, or set KUBEBUILDER_ASSETS"
@@ -53,13 +57,13 @@ class ControlPlane:
         self._folder = folder
         self._binaries = binaries
         self._processes: list[subprocess.Popen[bytes]] = []
-        self.url = ""
+        self.url = self.etcd = ""
         self.authority = folder / "certs" / "apiserver.crt"  # written by the API server: its own
 
     def __enter__(self) -> ControlPlane:
         try:
-            etcd = self._start_etcd()
-            self._start_api_server(etcd)
+            self._start_etcd()
+            self._start_api_server()
             self._await_ready()
             self._start_controllers()
         except BaseException:
@@ -94,7 +98,7 @@ class ControlPlane:
                 subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=self._folder)
             )
 
-    def _start_etcd(self) -> str:
+    def _start_etcd(self) -> None:
         client, peer = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
         self._start(
             "etcd",
@@ -105,9 +109,9 @@ class ControlPlane:
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
         )
-        return client
+        self.etcd = client
 
-    def _start_api_server(self, etcd: str) -> None:
+    def _start_api_server(self) -> None:
         key = self._folder / "sa.key"
         subprocess.run(["openssl", "genrsa", "-out", str(key), "2048"], check=True, capture_output=True)
         (self._folder / "tokens.csv").write_text(_USERS)
@@ -115,7 +119,7 @@ class ControlPlane:
         self.url = f"https://127.0.0.1:{port}"
         self._start(
             "kube-apiserver",
-            f"--etcd-servers={etcd}",
+            f"--etcd-servers={self.etcd}",
             "--bind-address=127.0.0.1",
             f"--secure-port={port}",
             f"--cert-dir={self._folder / 'certs'}",
@@ -127,7 +131,30 @@ class ControlPlane:
             "--authorization-mode=RBAC",
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged=true",
+            *self._front_proxy(),
         )
+
+    def _front_proxy(self) -> list[str]:
+        """How the server tells other API servers, to which it forwards requests, who the user is."""
+        certificate, key = self._folder / "front-proxy.crt", self._folder / "front-proxy.key"
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=front-proxy"),
+                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-keyout", str(key), "-out", str(certificate)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        return [
+            f"--requestheader-client-ca-file={certificate}",
+            "--requestheader-allowed-names=front-proxy",
+            "--requestheader-username-headers=X-Remote-User",
+            "--requestheader-group-headers=X-Remote-Group",
+            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
+            f"--proxy-client-cert-file={certificate}",
+            f"--proxy-client-key-file={key}",
+        ]
 
     def _start_controllers(self) -> None:
         self._start(

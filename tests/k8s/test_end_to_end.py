@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import re
-import shutil
 import socket
 import ssl
 import subprocess
@@ -16,116 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
 from harness import Namespace, OperatorProcess
-from kubelet import Container, FakeKubelet, LocalProcess
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-EXAMPLE = REPOSITORY / "examples" / "adult_income"
-JOBS = Path(__file__).with_name("jobs")
-TIMEOUT_S = 240
-_OF_ONE_PROCESS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "REPLICA_INDEX", "REPLICA_SIZE")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Generated data of the example's shape: where the real files are is not this test's business."""
-    folder = tmp_path_factory.mktemp("adult")
-    command = [sys.executable, str(EXAMPLE / "prepare_data.py"), "--generate", "--output", str(folder)]
-    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S)
-    return folder
-
-
-@pytest.fixture
-def run_pods(kubelet: FakeKubelet, tmp_path: Path) -> dict[str, LocalProcess]:
-    """Makes the kubelet run commands; returns its processes by pod name."""
-    if shutil.which("persia-launcher") is None:
-        pytest.skip("no persia-launcher in the PATH: pip install .")
-    env = {name: value for name, value in os.environ.items() if name not in _OF_ONE_PROCESS}
-    processes: dict[str, LocalProcess] = {}
-
-    def run(container: Container) -> LocalProcess:
-        container.command = [_resolve(kubelet, word) for word in container.command]
-        container.env = {name: _resolve(kubelet, value) for name, value in container.env.items()}
-        process = processes[container.pod] = LocalProcess(container, tmp_path, env)
-        return process
-
-    kubelet.runner = run
-    return processes
-
-
-def _resolve(kubelet: FakeKubelet, text: str) -> str:
-    """What the cluster's DNS does for the names of the job's services."""
-    text = text.replace("nats://adult-income-nats:", f"nats://{kubelet.address('adult-income-nats-0')}:")
-    return re.sub(r"(adult-income-[a-z-]+-\d+)\.adult-income-[a-z-]+", lambda m: kubelet.address(m[1]), text)
-
-
-@pytest.fixture
-def localized(data: Path, tmp_path: Path) -> Callable[[str], dict[str, Any]]:
-    """An example's job with the image's folders replaced by this machine's."""
-
-    def load(name: str) -> dict[str, Any]:
-        text = (EXAMPLE / "k8s" / name).read_text()
-        text = text.replace("/opt/persia/examples", str(REPOSITORY / "examples"))
-        text = text.replace("/data/adult-income", str(tmp_path / "output"))
-        job: dict[str, Any] = yaml.safe_load(text.replace("/data/adult}", f"{data}}}"))
-        return job
-
-    return load
-
-
-@pytest.fixture
-def make_job(localized: Callable[[str], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """That of train-cpu.yaml; `spec` changes it."""
-
-    def make(**spec: Any) -> dict[str, Any]:
-        job = localized("train-cpu.yaml")
-        job["spec"]["env"].append({"name": "OMP_NUM_THREADS", "value": "1"})
-        for name, value in spec.items():
-            if isinstance(value, dict):
-                job["spec"][name] |= value
-            else:
-                job["spec"][name] = value
-        return job
-
-    return make
-
-
-@pytest.fixture
-def toy(make_job: Callable[..., dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
-    """A job that trains until there is a file `enough` in the folder `toy`, where its report goes."""
-    folder = tmp_path / "toy"
-    folder.mkdir()
-    slots = {"user": {"dim": 8}, "items": {"dim": 8}}
-    embedding_config = {"feature_index_prefix_bit": 8, "slots_config": slots}
-    (folder / "embedding.yml").write_text(yaml.safe_dump(embedding_config))
-    # Few batches wait, so that the job ends soon after it has seen enough.
-    (folder / "global.yml").write_text("embedding_worker_config: {forward_buffer_size: 20}\n")
-    return make_job(
-        persiaEnv={
-            "PERSIA_GLOBAL_CONFIG": str(folder / "global.yml"),
-            "PERSIA_EMBEDDING_CONFIG": str(folder / "embedding.yml"),
-            "PERSIA_NN_WORKER_ENTRY": str(JOBS / "toy_train.py"),
-            "PERSIA_DATALOADER_ENTRY": str(JOBS / "toy_loader.py"),
-        },
-        env=[{"name": "TOY_FOLDER", "value": str(folder)}, {"name": "OMP_NUM_THREADS", "value": "1"}],
-        embeddingParameterServer={"replicas": 1},
-    )
-
-
-def await_batches(namespace: Namespace, pods: dict[str, LocalProcess], more: int) -> None:
-    """Until the toy job has trained so many batches more."""
-
-    def num_trained() -> int:
-        pod = pods.get("adult-income-nn-worker-0")
-        return 0 if pod is None else pod.log.count("batch ")
-
-    wanted = num_trained() + more
-    namespace.await_(lambda: num_trained() >= wanted, f"{wanted} batches", TIMEOUT_S)
+from kubelet import FakeKubelet, LocalProcess
+from real_pods import EXAMPLE, OF_ONE_PROCESS, TIMEOUT_S, await_batches, condition_of
 
 
 def trained_steps(history: Path) -> list[int]:
@@ -236,12 +130,6 @@ def test_training_survives_a_loader_that_is_killed(
     assert "exit code 137" in namespace.await_event("adult-income", "DataLoaderRestarted")
 
 
-def condition_of(namespace: Namespace, kind: str) -> tuple[str, str]:
-    """Status and message."""
-    conditions = namespace.status("adult-income").get("conditions", [])
-    return next(((c["status"], c.get("message", "")) for c in conditions if c["type"] == kind), ("", ""))
-
-
 def test_embedding_workers_come_and_go_and_no_batch_is_lost(
     namespace: Namespace,
     run_pods: dict[str, LocalProcess],
@@ -304,113 +192,6 @@ def test_parameter_servers_with_standbys_are_killed_and_training_does_not_go_bac
     assert report["batch_ids"] == list(range(int((tmp_path / "toy" / "num_sent").read_text())))
 
 
-def resize_parameter_servers(namespace: Namespace, wanted: int) -> None:
-    namespace.patch(
-        "persiajobs", "adult-income", {"spec": {"embeddingParameterServer": {"replicas": wanted}}}
-    )
-
-
-def test_parameter_servers_are_resized_and_the_training_goes_on_where_it_was(
-    namespace: Namespace,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    toy["spec"]["resizeCheckpoint"] = str(tmp_path)
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 60)
-    resize_parameter_servers(namespace, 2)
-    namespace.await_(
-        lambda: condition_of(namespace, "Resized") == ("True", "embeddingParameterServer.replicas: 2"),
-        "resized",
-        TIMEOUT_S,
-    )
-    place = tmp_path / f"{namespace.name}-adult-income-resize"
-    manifest = json.loads((place / "manifest.json").read_text())
-    dense = torch.load(place / "dense.pt", weights_only=True)
-    num_rows = sum(server["num_rows"] for server in manifest["embeddings"]["servers"])
-    assert f"loaded {num_rows} rows" in run_pods["adult-income-rows-load"].log
-    namespace.await_phase("adult-income", "Running", TIMEOUT_S)
-    await_batches(namespace, run_pods, 30)
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
-    assert (status["resizes"], status["restarts"], status["loaderRestarts"]) == (1, 0, 0)
-    log = run_pods["adult-income-nn-worker-0"].log  # of both starts
-    # Nothing was learned after the dump, and the training went on with what there was.
-    assert log[: log.rindex("batch 0\n")].count("batch ") == manifest["step"] >= 60
-    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
-    values = b"".join(tensor.numpy().tobytes() for tensor in dense.values())
-    assert report["resumed"]["digest"] == hashlib.sha256(values).hexdigest()
-    assert report["resumed"]["step"] == manifest["step"]
-    assert report["resumed"]["optimizer_digest"] != hashlib.sha256(b"").hexdigest()
-    assert report["batch_ids"] == list(range(int((tmp_path / "toy" / "num_sent").read_text())))
-    assert len(report["sizes"]) == 2
-    assert all(size > 0 for size in report["sizes"])
-    assert sum(report["sizes"]) <= 250  # no row was made twice
-    namespace.await_(lambda: not place.exists(), "the checkpoint is removed")
-    namespace.await_(lambda: "resizeCheckpoint" not in namespace.status("adult-income"), "which is noted")
-
-
-@pytest.mark.timeout(900)
-def test_parameter_servers_are_resized_while_the_training_continues(
-    namespace: Namespace,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    toy["spec"]["embeddingParameterServer"]["replicas"] = 2
-    toy["spec"]["security"] = {"tls": True}
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 30)
-    trains = {
-        name: run_pods[f"adult-income-{name}-0"] for name in ("nn-worker", "embedding-worker", "dataloader")
-    }
-    for wanted in (3, 2):
-        resize_parameter_servers(namespace, wanted)
-        is_done = ("True", f"embeddingParameterServer.replicas: {wanted}")
-        namespace.await_(
-            lambda is_done=is_done: condition_of(namespace, "Resized") == is_done, "resized", TIMEOUT_S
-        )
-        await_batches(namespace, run_pods, 30)
-    new = {f"adult-income-embedding-ps-g2-{index}" for index in range(2)}
-    namespace.await_(lambda: {n for n in namespace.list("pods") if "-ps-" in n} == new, "others have ended")
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
-    assert (status["restarts"], status["loaderRestarts"], status["serverGeneration"]) == (0, 0, 2)
-    assert not {"ServerRestarted", "ServersNotReady"} & {r for r, _ in namespace.events("adult-income")}
-    assert all(run_pods[f"adult-income-{name}-0"] is process for name, process in trains.items())
-    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
-    num_sent = int((tmp_path / "toy" / "num_sent").read_text())
-    assert report["batch_ids"] == list(range(num_sent))
-    assert report["counters"]["batches_trained"] == num_sent
-    assert report["counters"]["batches_failed"] == report["counters"]["batches_released"] == 0
-    assert len(report["sizes"]) == 2
-    assert sum(report["sizes"]) <= 250  # no row was made twice
-
-
-def test_a_training_that_cannot_be_dumped_goes_on_as_it_is(
-    namespace: Namespace,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "file").touch()
-    toy["spec"]["resizeCheckpoint"] = str(tmp_path / "file")
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 10)
-    processes = dict(run_pods)
-    resize_parameter_servers(namespace, 2)
-    assert str(tmp_path / "file") in namespace.await_event("adult-income", "ResizeFailed")
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
-    assert status["resizes"] == 0
-    assert status["roles"]["embeddingParameterServer"]["replicas"] == 1
-    assert all(run_pods[name] is process for name, process in processes.items())  # nothing was ended for it
-
-
 def test_predictions_of_a_job_are_those_of_its_training(
     namespace: Namespace,
     run_pods: dict[str, LocalProcess],
@@ -423,7 +204,7 @@ def test_predictions_of_a_job_are_those_of_its_training(
     """The job is infer.yaml; its checkpoint is one of a training in one process."""
     pytest.importorskip("tritonclient", reason="needs tritonclient (the 'test' extra of persia)")
     output = tmp_path / "output"
-    env = {name: value for name, value in os.environ.items() if name not in _OF_ONE_PROCESS}
+    env = {name: value for name, value in os.environ.items() if name not in OF_ONE_PROCESS}
     env |= {"ADULT_DATA": str(data), "ADULT_OUTPUT": str(output), "OMP_NUM_THREADS": "1", "ENABLE_CUDA": "0"}
     trained = subprocess.run(
         [sys.executable, str(EXAMPLE / "train.py")], env=env, capture_output=True, timeout=TIMEOUT_S

@@ -198,7 +198,7 @@ def test_the_status_survives_its_way_through_the_api_server() -> None:
         resize=Resize(
             stage=Stage.LOADING, replicas=2, location="/r", tries=1, retry_time="2030-01-01T00:00:00Z"
         ),
-        failed_resize=3,
+        failed_resize=2**47,
         resize_checkpoint="/r",
         selector="persia_job=job",
         servers={"job-nats-0": "u/0"},

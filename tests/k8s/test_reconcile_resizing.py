@@ -110,7 +110,8 @@ def test_old_servers_and_the_training_stay_until_the_dump_is_complete() -> None:
     old = everything(make_job())
     plan = one_pass(job, RUNNING, old)
     assert (plan.status.phase, plan.delete_pods) == (Phase.RESIZING, [])
-    assert plan.status.resize == Resize(stage=Stage.DUMPING, replicas=2, location=PLACE)
+    begun = Resize(stage=Stage.DUMPING, replicas=2, location=PLACE, wish=job.wish)
+    assert plan.status.resize == begun
     plan = one_pass(job, plan.status, old)
     assert [m["metadata"]["name"] for m in plan.create_pods] == ["job-rows-dump"]
     for phase, trouble in (("Pending", "; job-rows-dump: no node"), ("Running", "")):
@@ -120,11 +121,11 @@ def test_old_servers_and_the_training_stay_until_the_dump_is_complete() -> None:
         assert condition is not None
         assert condition.message == f"embeddingParameterServer.replicas: 2 wanted{trouble}"
     plan = one_pass(job, plan.status, with_rows_pod(old, "dump", "Succeeded"))
-    assert plan.status.resize == Resize(stage=Stage.STOPPING, replicas=2, location=PLACE)
+    assert plan.status.resize == replace(begun, stage=Stage.STOPPING)
     plan = one_pass(job, plan.status, with_rows_pod(old, "dump", "Succeeded"))
     assert {p.role for p in plan.delete_pods} == {Role.NN_WORKER, Role.DATA_LOADER, Role.ROWS}
     plan = one_pass(job, plan.status, only_servers(old))
-    assert plan.status.resize == Resize(stage=Stage.REPLACING, replicas=2, location=PLACE)
+    assert plan.status.resize == replace(begun, stage=Stage.REPLACING)
     plan = one_pass(job, plan.status, only_servers(old))
     assert [p.role for p in plan.delete_pods] == [Role.PARAMETER_SERVER]
     condition = plan.status.condition("Resized")
@@ -153,8 +154,20 @@ def test_a_dump_that_fails_leaves_the_training_alone_and_is_not_tried_for_ever()
     condition = plan.status.condition("SpecApplied")
     assert condition is not None
     assert condition.reason == "ResizeRefused"
-    changed = replace(job, generation=2)
+    scaled, _ = resizing(Stage.DUMPING, replicas=2)  # as an autoscaler does
+    assert one_pass(replace(scaled, generation=2), again, old).status.phase is Phase.RUNNING
+    changed, _ = resizing(Stage.DUMPING, volumes=[{"name": "larger"}])
     assert one_pass(changed, again, old).status.phase is Phase.RESIZING
+
+
+def test_a_place_that_is_corrected_while_a_dump_fails_is_tried() -> None:
+    wrong, before = resizing(Stage.DUMPING)
+    right = make_job(embeddingParameterServer={"replicas": 2}, resizeCheckpoint="/other")
+    before = replace(before, resize=replace(before.resize, wish=wrong.wish))  # type: ignore[type-var]
+    plan = one_pass(right, before, with_rows_pod(everything(make_job()), "dump", "Failed"))
+    assert plan.status.phase is Phase.RUNNING
+    plan = one_pass(right, plan.status, everything(make_job()))
+    assert (plan.status.phase, plan.status.resize.location) == (Phase.RESIZING, "/other/n-job-resize")  # type: ignore[union-attr]
 
 
 def with_dump_of(observed: Observation, age_s: float) -> Observation:

@@ -6,22 +6,8 @@ import pytest
 
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
-from harness import Namespace, OperatorProcess, job_manifest
+from harness import Namespace, OperatorProcess, create_quota, job_manifest, limit_pods
 from kubelet import FakeKubelet
-
-
-def limit_pods(namespace: Namespace, number: int) -> None:
-    """A quota; no controller of the tests fills its status, by which the API server judges."""
-    namespace.patch("resourcequotas", "pods", {"spec": {"hard": {"pods": str(number)}}})
-    status = {"hard": {"pods": str(number)}, "used": {"pods": str(len(namespace.list("pods")))}}
-    code, answer = namespace.kube.merge(namespace.path("resourcequotas", "pods/status"), {"status": status})
-    assert code == 200, answer
-
-
-def create_quota(namespace: Namespace, number: int) -> None:
-    metadata = {"name": "pods", "namespace": namespace.name}
-    namespace.kube.create({"apiVersion": "v1", "kind": "ResourceQuota", "metadata": metadata, "spec": {}})
-    limit_pods(namespace, number)
 
 
 def test_a_quota_that_stops_the_servers_is_a_condition_and_ends_the_job(

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
-from harness import PODS, Namespace, OperatorProcess, job_manifest
+from harness import PODS, Namespace, OperatorProcess, create_quota, job_manifest, limit_pods
 from kubelet import FakeKubelet
 
 
@@ -56,6 +56,27 @@ def test_a_resize_that_is_given_up_leaves_the_old_parameter_servers(
     assert {name: after[name] for name in before} == before
     want_servers(namespace, 1)
     namespace.await_(lambda: condition(namespace, "SpecApplied")[0] == "True", "taken back")
+
+
+def test_a_resize_whose_coordinator_is_refused_says_so_and_can_be_taken_back(
+    namespace: Namespace, kubelet: FakeKubelet, operator: OperatorProcess
+) -> None:
+    namespace.apply(job_manifest())
+    namespace.await_phase("job", "Running")
+    create_quota(namespace, len(PODS) + len(NEW))
+    want_servers(namespace, 2)
+    namespace.await_(lambda: condition(namespace, "PodsAccepted") == ("False", "Refused"), "refused")
+    namespace.await_(lambda: condition(namespace, "Resized") == ("False", "Moving"), "it waits")
+    want_servers(namespace, 1)
+    namespace.await_(lambda: condition(namespace, "Resized") == ("False", "BrokenOff"), "taken back")
+    namespace.await_(lambda: set(namespace.list("pods")) == PODS, "the new servers have ended")
+    limit_pods(namespace, 2 * len(PODS))
+    want_servers(namespace, 2)  # under new names
+    namespace.await_(lambda: kubelet.has(COORDINATOR), "the coordinator runs")
+    kubelet.finish(COORDINATOR)
+    namespace.await_(lambda: condition(namespace, "Resized") == ("True", "Ready"), "resized")
+    assert namespace.status("job")["serverGeneration"] == 2
+    assert not {name for name in namespace.status("job")["servers"] if "-g1-" in name}
 
 
 def test_parameter_servers_are_resized_by_an_operator_that_dies(

@@ -10,7 +10,7 @@ import yaml
 pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip install ./k8s")
 
 from click.testing import CliRunner
-from harness import DEPLOY, Namespace, job_manifest
+from harness import DEPLOY, Kube, Namespace, job_manifest
 from persia_k8s.cli import cli
 from persia_k8s.crd import object_schema
 
@@ -80,9 +80,9 @@ def test_names_that_make_no_object_names_are_refused(namespace: Namespace, name:
     assert (status, "metadata.name" in answer["message"]) == (422, True)
 
 
-def test_the_schema_is_structural_and_served(namespace: Namespace) -> None:
+def test_the_schema_is_structural_and_served(kube: Kube, definer: Kube) -> None:
     path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/persiajobs.persia.com"
-    _, definition = namespace.kube.get(path)
+    _, definition = definer.get(path)
     conditions = {item["type"]: item["status"] for item in definition["status"]["conditions"]}
     assert conditions["Established"] == "True"
     assert conditions.get("NonStructuralSchema", "False") == "False"

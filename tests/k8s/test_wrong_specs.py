@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_wrong_spec_is_refused_by_name(namespace: Namespace, change: dict, com
     job["metadata"]["namespace"] = namespace.name
     status, answer = namespace.kube.request("POST", namespace.path("persiajobs"), job)
     assert status == 422
-    assert complaint in answer["message"]
+    assert complaint in re.sub(r"\[\d+\]", "", answer["message"])  # newer servers count the items of lists
 
 
 @pytest.mark.parametrize(("change", "complaint"), IN_A_CONDITION)

@@ -106,6 +106,9 @@ def resize_pod(job: Job, resize: Resize, scale: Scale, images: Images) -> Manife
         f"--sources={scale.replicas[Role.PARAMETER_SERVER]}",
         f"--generation={resize.generation}",
     ]
+    # Only if a resize has failed in between, so that a pod of an older image understands the usual command.
+    if scale.generation != resize.generation - 1:
+        arguments.append(f"--from-generation={scale.generation}")
     return _pod_beside_servers(job, "resize", arguments, scale, images)
 
 

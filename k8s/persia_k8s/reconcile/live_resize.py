@@ -15,9 +15,18 @@ from persia_k8s.builders.pods import resize_pod, rows_pod_name
 from persia_k8s.builders.servers import stateful_set
 from persia_k8s.names import Role, object_name
 from persia_k8s.observation import PodView
+from persia_k8s.reconcile import refuse
 from persia_k8s.reconcile import resize as numbers
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
-from persia_k8s.reconcile.rows_pods import CONDITION, FIELD, delete_rows_pods, enter, provide_pod, report
+from persia_k8s.reconcile.rows_pods import (
+    CONDITION,
+    FIELD,
+    delete_rows_pods,
+    enter,
+    note_failure,
+    provide_pod,
+    report,
+)
 from persia_k8s.status import Phase, Resize, Stage
 
 _NOT_RESIZED = 3  # the exit code of a coordinator: the old servers continue
@@ -35,6 +44,8 @@ def go_on(situation: Situation) -> None:
         stages[resize.stage](situation, resize)
     elif _is_wanted(situation):
         _begin(situation)
+    elif _wanted(situation) == situation.scale.replicas[Role.PARAMETER_SERVER]:
+        situation.update(failed_resize=0)  # reverted: the same wish is a new one
 
 
 def forget(situation: Situation) -> None:
@@ -58,7 +69,7 @@ def _is_wanted(situation: Situation) -> bool:
     return (
         before.phase is Phase.RUNNING
         and before.resize is None
-        and before.failed_resize != job.generation
+        and before.failed_resize != job.wish
         and job.spec.resize_checkpoint is None
         and Role.STANDBY not in replicas
         and _wanted(situation) != replicas[Role.PARAMETER_SERVER]
@@ -73,8 +84,10 @@ def _begin(situation: Situation) -> None:
     text = f"{FIELD}.replicas: {wanted} instead of {has}, while the training continues"
     situation.event("Resizing", text)
     delete_rows_pods(situation)  # those of an earlier resize hold the names
-    generation = situation.before.server_generation + 1
-    _enter(situation, Resize(stage=Stage.STARTING, replicas=wanted, generation=generation), Stage.STARTING)
+    # Never one that has failed: a server of it may still run where its node cannot be reached.
+    generation = max(situation.before.server_generation, situation.before.last_generation) + 1
+    resize = Resize(stage=Stage.STARTING, replicas=wanted, wish=situation.job.wish, generation=generation)
+    _enter(situation, resize, Stage.STARTING)
 
 
 def _enter(situation: Situation, resize: Resize, stage: Stage) -> None:
@@ -152,12 +165,18 @@ def _begin_to_move(situation: Situation, resize: Resize) -> Resize | None:
     pod = _coordinator(situation)
     if pod is not None and pod.phase != "Pending":
         return replace(resize, tries=_HAS_RUN)
-    obstacle = _obstacle(situation, resize, "" if pod is None else f"{pod.name}: {pod.trouble}")
+    trouble = _refusal(situation) if pod is None else f"{pod.name}: {pod.trouble}"
+    obstacle = _obstacle(situation, resize, trouble)
     situation.plan.look_again_s = 0.5
     if obstacle is None:
-        # Noted before it is created: who finds 0 knows that there was none.
-        situation.update(resize=replace(resize, tries=1))
-        return resize if resize.tries else None
+        # Noted before it is created: who finds 0 knows that there was none. One that the API server would
+        # refuse is not noted, as nothing could tell later that it has never run.
+        if resize.tries:
+            return resize
+        if pod is None:  # a cancelled one that still ends holds the name, which is no refusal
+            situation.update(resize=replace(resize, tries=1))
+            situation.plan.trial_pod = resize_pod(situation.job, resize, situation.scale, situation.images)
+        return None
     if pod is None and resize.tries:
         return replace(resize, tries=_HAS_RUN)  # it may have run, unseen
     if pod is None:
@@ -166,6 +185,18 @@ def _begin_to_move(situation: Situation, resize: Resize) -> Resize | None:
     situation.plan.delete_pods += [] if pod.is_deleting else [pod]
     situation.update(resize=replace(resize, tries=0))  # given up once it is gone and has not run
     return None
+
+
+def take_refusal(situation: Situation) -> None:
+    """The API server would refuse the first coordinator: the resize waits, and can be cancelled."""
+    resize = replace(_resize(situation), tries=0)
+    situation.update(resize=resize)
+    report(situation, resize, f"the coordinator is refused, see condition {refuse.CONDITION}")
+
+
+def _refusal(situation: Situation) -> str:
+    condition = situation.before.condition(refuse.CONDITION)
+    return "" if condition is None or condition.status else condition.message
 
 
 def _end(situation: Situation, resize: Resize) -> None:
@@ -188,9 +219,11 @@ def _apply_set(situation: Situation, resize: Resize, sources: int) -> None:
 
 def _give_up(situation: Situation, reason: str, why: str) -> None:
     """The next pass deletes the new servers."""
-    situation.update(resize=None)
+    resize = _resize(situation)
+    last_generation = max(situation.before.last_generation, resize.generation)
+    situation.update(resize=None, last_generation=last_generation)
     situation.set_condition(CONDITION, False, reason, why)
     situation.plan.look_again_s = 0.5
     if reason == _FAILED:
-        situation.update(failed_resize=situation.job.generation)
+        note_failure(situation, resize)
         situation.event(reason, why, is_warning=True)

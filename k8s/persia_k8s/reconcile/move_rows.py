@@ -16,7 +16,15 @@ from persia_k8s.names import ROLE_LABEL, Role
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import finish, servers, training
 from persia_k8s.reconcile.plan import Situation, parse_time, time_text
-from persia_k8s.reconcile.rows_pods import CONDITION, FIELD, delete_rows_pods, enter, provide_pod, report
+from persia_k8s.reconcile.rows_pods import (
+    CONDITION,
+    FIELD,
+    delete_rows_pods,
+    enter,
+    note_failure,
+    provide_pod,
+    report,
+)
 from persia_k8s.status import Phase, Resize, Stage
 
 _NOT_YET = 75  # the exit code of a dump that may succeed later
@@ -32,7 +40,7 @@ def is_wanted(situation: Situation) -> bool:
         before.phase is Phase.RUNNING
         and not job.is_inference
         and job.spec.resize_checkpoint is not None
-        and before.failed_resize != job.generation
+        and before.failed_resize != job.wish
         and before.resize is None
         and job.roles[Role.PARAMETER_SERVER].replicas != situation.scale.replicas[Role.PARAMETER_SERVER]
     )
@@ -50,7 +58,7 @@ def begin(situation: Situation) -> None:
     situation.event("Resizing", text)
     situation.update(phase=Phase.RESIZING)
     delete_rows_pods(situation)
-    enter(situation, Resize(stage=Stage.DUMPING, replicas=wanted, location=location))
+    enter(situation, Resize(stage=Stage.DUMPING, replicas=wanted, wish=situation.job.wish, location=location))
 
 
 def go_on(situation: Situation) -> None:
@@ -78,7 +86,7 @@ def dump(situation: Situation) -> None:
     elif pod.phase == "Failed":
         text = f"the training could not be dumped, and continues as it is: {pod.trouble}"
         break_off(situation, text, phase=Phase.RUNNING)
-        situation.update(failed_resize=situation.job.generation)
+        note_failure(situation, resize)
         situation.event("ResizeFailed", text, is_warning=True)
 
 

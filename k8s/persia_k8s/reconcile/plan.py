@@ -45,6 +45,8 @@ class Plan:
     delete_objects: list[tuple[str, str]] = field(default_factory=list)  # (kind, name)
     delete_pods: list[PodView] = field(default_factory=list)
     create_pods: list[Manifest] = field(default_factory=list)
+    # Judged by the API server, and not created. None: accepted, or there is none.
+    trial_pod: Manifest | None = None
     events: list[Event] = field(default_factory=list)
     status: JobStatus
     delete_job: bool = False

@@ -49,6 +49,8 @@ def take_refusals(
 ) -> None:
     """Notes in `plan` what the API server refuses of the job; nothing is the good case."""
     situation = replace(_look(job, before, observed, images, now, has_training=False), plan=plan)
+    if plan.trial_pod is not None:
+        live_resize.take_refusal(situation)
     if not plan.status.phase.is_final and not job.spec.suspend:
         judge(situation, refusals)
 
@@ -59,6 +61,8 @@ def _look(
     wanted_standbys = job.spec.embedding_parameter_server.standbys
     if before.standbys is not None:
         job = job.with_standbys(before.standbys)
+    if before.failed_resize == job.generation:  # noted by an earlier operator
+        before = replace(before, failed_resize=job.wish)
     replicas = resize.accepted_replicas(job, before, observed, has_training=has_training)
     scale = Scale(
         replicas=replicas,

@@ -10,7 +10,7 @@ from persia_k8s.reconcile import finish
 from persia_k8s.reconcile.plan import Situation, parse_time
 from persia_k8s.status import JobStatus, Phase
 
-_CONDITION = "PodsAccepted"
+CONDITION = "PodsAccepted"
 _FIRST_RETRY_S, _LAST_RETRY_S = 5.0, 300.0
 # A StatefulSet may take so long to create its pods before the API server is asked why it has not.
 _CREATION_S = 10.0
@@ -22,12 +22,12 @@ def judge(situation: Situation, refusals: Sequence[str]) -> None:
     A job that runs keeps its pods, and the operator keeps looking after it.
     """
     if not refusals:
-        situation.set_condition(_CONDITION, True, "Accepted")
+        situation.set_condition(CONDITION, True, "Accepted")
         return
     why = "; ".join(refusals[:4])
-    if situation.set_condition(_CONDITION, False, "Refused", why):
+    if situation.set_condition(CONDITION, False, "Refused", why):
         situation.event("PodsRefused", why, is_warning=True)
-    condition = situation.plan.status.condition(_CONDITION)
+    condition = situation.plan.status.condition(CONDITION)
     assert condition is not None, "it was set above"
     refused_s = (situation.now - parse_time(condition.since)).total_seconds()
     # After as long again as it has been refused so far: the pauses double.

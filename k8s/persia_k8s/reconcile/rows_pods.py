@@ -19,6 +19,15 @@ def enter(situation: Situation, resize: Resize) -> None:
     situation.plan.look_again_s = 0.5
 
 
+def note_failure(situation: Situation, resize: Resize) -> None:
+    """What was tried is not tried again; the spec may have been corrected since, and is tried then."""
+    wish = resize.wish
+    # Of an earlier operator, or the definition of its version: only the number is known.
+    if not wish and resize.replicas == situation.job.roles[Role.PARAMETER_SERVER].replicas:
+        wish = situation.job.wish
+    situation.update(failed_resize=wish)
+
+
 def report(situation: Situation, resize: Resize, trouble: str = "") -> None:
     """The stage, and what hinders it."""
     text = f"{FIELD}.replicas: {resize.replicas} wanted{trouble and '; '}{trouble}"

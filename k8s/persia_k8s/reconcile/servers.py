@@ -28,7 +28,7 @@ _RESIZE_WAITS = (
 )
 _RESIZE_FAILED = (
     "embeddingParameterServer.replicas: {wanted} is given up, the job continues with {has}: condition "
-    "Resized says why; change the spec to try again"
+    "Resized says why. To try again, set {has} and then {wanted}, or change another field of the role"
 )
 _RESIZE_DEFERRED = (
     "{role}.replicas: {wanted} takes effect when the training is next started, until then {has}: data "
@@ -43,7 +43,7 @@ _STANDBYS_FIXED = (
     "and resumed: the processes of a job learn at their start whether servers have standbys"
 )
 
-_GONE = "gone"
+GONE = ""  # in `JobStatus.servers`: the pod has been deleted on purpose
 
 
 def provide(situation: Situation, *, has_training: bool) -> bool:
@@ -89,6 +89,7 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     _report_readiness(situation, list(lacking.values()))
     _report_spec(situation, drifted)
     _report_restarts(situation)
+    _replace_waiting(situation)
     # A training that is started again needs the rows, and not two copies of them.
     if situation.before.attempt and _has_a_copy_of_all_rows(situation):
         lacking = {role: text for role, text in lacking.items() if role not in PAIR}
@@ -187,7 +188,7 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
         if has != wanted and not is_told:
             text = _RESIZE_DEFERRED
             if role is Role.PARAMETER_SERVER:
-                has_failed = situation.before.failed_resize == job.generation
+                has_failed = situation.before.failed_resize == job.wish
                 has_no_place = Role.STANDBY in scale.replicas and job.spec.resize_checkpoint is None
                 if situation.before.is_training and not (has_failed or has_no_place or job.is_inference):
                     continue  # under way: `Resized` says how far
@@ -215,7 +216,7 @@ def _report_spec(situation: Situation, drifted: Sequence[Role]) -> None:
 def _report_restarts(situation: Situation) -> None:
     """Tells of servers that were started anew, and gives a training up whose servers keep failing."""
     pods = [pod for pod in situation.observed.pods if pod.role.is_server]
-    seen = {pod.name: pod.incarnation for pod in pods}
+    seen = {pod.name: pod.incarnation for pod in pods if not _is_replaced(situation, pod)}
     # One that starts again before it takes over loses nothing.
     if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
         seen |= {pod.name: pod.incarnation for pod in situation.others}
@@ -234,8 +235,7 @@ def _report_restarts(situation: Situation) -> None:
     }
     if situation.before.is_moving(Stage.STARTING, Stage.MOVING):
         expected |= {pod.name for pod in situation.others}
-    # A merge patch removes no key.
-    retired = {name: _GONE for name in known if name not in expected}
+    retired = {name: GONE for name in known if name not in expected}
     situation.update(servers={**known, **retired, **seen})
     limit = situation.job.spec.backoff_limit
     worn = [pod for pod in pods if pod.num_restarts - _early_restarts(situation, pod) > limit]
@@ -248,6 +248,25 @@ def _report_restarts(situation: Situation) -> None:
             f"{pod.name}, started {pod.num_restarts + 1} times: {pod.trouble}" for pod in worn[:3]
         )
         finish.fail(situation, "ServerFailed", text)
+
+
+def _replace_waiting(situation: Situation) -> None:
+    """After a resize, a container that is started again waits for rows until another new server answers. If
+    none does, its pod is replaced: the StatefulSet's pods now begin without rows."""
+    pods = situation.observed.of_role(Role.PARAMETER_SERVER)
+    # Never later than in the first pass that sees it: it may have begun to serve by then.
+    anew = [pod for pod in pods if pod.gathers and _new_restarts(situation, pod)]
+    # If one is ready, the others begin, too. All may have restarted while the operator was away.
+    if not any(pod.is_ready for pod in pods):
+        situation.plan.delete_pods += [pod for pod in anew if not pod.is_deleting]
+        # This pass counts the restart, so that the new pod is none. If it gathers, too, it is not replaced.
+        gone = {pod.name: GONE for pod in anew}
+        situation.update(servers={**situation.plan.status.servers, **gone})
+
+
+def _is_replaced(situation: Situation, pod: PodView) -> bool:
+    """Whether an earlier pass has deleted it, and counted its restart."""
+    return pod.is_deleting and situation.before.servers.get(pod.name, GONE) == GONE
 
 
 def _early_restarts(situation: Situation, pod: PodView) -> int:
@@ -292,12 +311,14 @@ def num_new_restarts(situation: Situation, role: Role) -> int:
 
 
 def _new_restarts(situation: Situation, pod: PodView) -> int:
-    known = situation.before.servers.get(pod.name, _GONE)
+    known = situation.before.servers.get(pod.name, GONE)
     uid, _, number = known.partition("/")
-    if known != _GONE and uid == pod.uid:
+    if known != GONE and uid == pod.uid:
         return pod.num_restarts - int(number)
+    if _is_replaced(situation, pod):
+        return 0
     # A replaced pod is a restart of its server, but for those that the operator itself has replaced.
-    is_replaced = known != _GONE and situation.before.is_training
+    is_replaced = known != GONE and situation.before.is_training
     return pod.num_restarts + is_replaced
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from persia_k8s.reconcile.plan import Situation
+from persia_k8s.reconcile.servers import GONE
 from persia_k8s.status import Phase
 
 _CONDITION = "Suspended"
@@ -16,8 +17,7 @@ def suspend(situation: Situation) -> None:
             phase=Phase.SUSPENDED,
             resize=None,
             restart_time="",
-            # A merge patch removes no key. New pods of these names are no restarts.
-            servers=dict.fromkeys(situation.before.servers, "gone"),
+            servers=dict.fromkeys(situation.before.servers, GONE),  # new pods of these names are no restarts
             tls=None,
             standbys=None,
             certificates_until="",  # a resumed job gets new ones, also if a Secret was lost
