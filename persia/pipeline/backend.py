@@ -42,8 +42,7 @@ __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", 
 
 _ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
-# A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
-_PROBE_S = 5.0
+_PROBE_S = 5.0  # for one answer of a worker
 
 # After an update that an exact context has applied, and the servers have not.
 NEW_CONTEXT = "begin a new context and load a checkpoint there"
@@ -268,6 +267,7 @@ class ClusterBackend(EmbeddingBackend):
         """
         self._held.keep(reference, id_features)
         try:
+            self._await_worker(reference)
             return self._call_holder(reference, call)
         except NotFoundError:
             self._held.forget(reference)
@@ -365,7 +365,12 @@ class ClusterBackend(EmbeddingBackend):
         # A loader may have discovered a new worker, or a successor, before this process has.
         known = self._workers.get(index)
         if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
-            self._find(index, known)
+            # Once: other workers serve a batch of a predecessor, and no training waits for other calls.
+            if (worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)) is None:
+                raise UnavailableError(
+                    f"embedding worker {index}, which a data loader has used, does not answer"
+                )
+            self._use(worker)
         while True:
             num_dropped = self._count_dropped()
             try:
@@ -378,15 +383,17 @@ class ClusterBackend(EmbeddingBackend):
                 if self._count_dropped() == num_dropped or not lives:
                     raise
 
-    def _find(self, index: int, known: ServiceInfo | None) -> None:
-        """Waits until a worker is used at `index` that is not `known`. The broker may be away."""
-        for _ in Attempts(self._deadline_s, pause_s=0.2):
+    def _await_worker(self, reference: BatchReference) -> None:
+        """Waits for a worker that a data loader has discovered first. The broker may be away."""
+        index = reference.worker_index
+        name = f"embedding worker {index}, which a data loader has used"
+        for _ in Attempts(self._deadline_s, pause_s=0.2, waiting_for=lambda: name):
+            if index in self._workers or reference.worker_incarnation in self._dead:
+                return
             with contextlib.suppress(UnavailableError):
                 if worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S):
-                    return self._use(worker)
-            if self._workers.get(index) is not known:  # it has joined meanwhile
-                return
-        raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
+                    self._use(worker)
+        raise UnavailableError(f"{name}, has not answered for {self._deadline_s:g} s (PERSIA_DEADLINE_SEC)")
 
     def _lives_after_all(self, incarnation: int) -> bool:
         """Whether a dead worker answers again: loaders may reach it and give it batches.

@@ -422,6 +422,51 @@ def test_a_worker_that_a_loader_found_first_is_waited_for(
     assert answers == []
 
 
+@pytest.fixture(params=[lambda *_: None, away], ids=["silent", "away"])
+def probes(directory: WorkerDirectory, request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Workers do not answer. The second look for one fails, as it would be followed by many."""
+    indices: list[int] = []
+
+    def probe(role: str, index: int, timeout_s: float) -> ServiceInfo | None:
+        indices.append(index)
+        assert len(indices) == 1, "it waits"
+        return request.param()
+
+    monkeypatch.setattr(directory, "probe", probe)
+    return indices
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_batch_of_another_incarnation_continues_after_one_look(
+    backend: ClusterBackend, probes: list[int], requires_grad: bool
+) -> None:
+    """To wait for the whole deadline would end the rank."""
+    stale = BatchReference(1, 4711, 1)
+    result = backend.lookup(stale, requires_grad=requires_grad, id_features=IDS)
+    assert probes == [1]
+    if requires_grad:
+        backend.release(result.reference)
+
+
+def test_an_evaluation_does_not_wait_for_an_unknown_worker(
+    backend: ClusterBackend, probes: list[int]
+) -> None:
+    del backend._workers[1]
+    backend.lookup(BatchReference(1, 4711, 1), requires_grad=False, id_features=IDS)
+    assert probes == [1]
+
+
+def test_a_release_does_not_wait_for_an_unknown_worker(
+    backend: ClusterBackend, probes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread releases all batches of a context."""
+    del backend._workers[1]
+    monkeypatch.setattr(backend, "is_gone", lambda _: False)
+    with pytest.raises(UnavailableError):
+        backend.release(BatchReference(1, 4711, 1))
+    assert probes == [1]
+
+
 def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     backend: ClusterBackend, directory: WorkerDirectory
 ) -> None:
