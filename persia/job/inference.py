@@ -45,7 +45,7 @@ class InferenceBackend(EmbeddingBackend):
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,

@@ -32,15 +32,13 @@ from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, DeadWorker, HeldBatches, find_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, Dead, HeldBatches, Newcomers, find_down
 from persia.pipeline.queues import Deadline
-from persia.pipeline.slot_rows import checked_rows, slot_signs
+from persia.pipeline.slot_rows import row_blocks
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
 from persia.waiting import Attempts
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
-
-_ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
 
 _PROBE_S = 5.0  # for one answer of a worker
 
@@ -53,7 +51,6 @@ T = TypeVar("T")
 # None: the loss did not reach the slot.
 SlotGradient = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
 SlotGradients = Sequence[tuple[str, SlotGradient]]
-HeldLookup = Callable[[BatchReference], LookupResult]
 
 
 class EmbeddingBackend:
@@ -105,16 +102,12 @@ class EmbeddingBackend:
         """
         # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
-            reference,
-            requires_grad=requires_grad,
-            timeout_s=self._deadline_s,
-            slots=slots,
-            as_rows=as_rows,
+            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots, as_rows=as_rows
         )
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
@@ -156,11 +149,10 @@ class EmbeddingBackend:
         self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
     ) -> None:
         """Writes rows [n, dim] of `ids` [n] of a slot. InvalidArgumentError: another shape."""
-        signs, values = slot_signs(slots, name, ids), checked_rows(slots, name, ids, rows)
+        blocks = row_blocks(slots, name, ids, rows)
         with self._client.other_rows("rows were set"):
-            for begin in range(0, len(signs), _ROWS_AT_A_TIME):
-                block = slice(begin, begin + _ROWS_AT_A_TIME)
-                self.set_embeddings(signs[block], values[block])
+            for signs, values in blocks:
+                self.set_embeddings(signs, values)
 
     def clear(self) -> None:
         """Removes all rows from all servers."""
@@ -190,7 +182,7 @@ class ClusterBackend(EmbeddingBackend):
         self._lock = threading.Lock()  # guards changes of which workers are used
         self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
         self._left: set[int] = set()  # incarnations of those among them that have left in order
-        self._dead: dict[int, DeadWorker] = {}  # by incarnation
+        self._dead: dict[int, Dead] = {}  # by incarnation
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
@@ -199,6 +191,7 @@ class ClusterBackend(EmbeddingBackend):
             self._seems_gone, lambda batch: self.client.release(batch, timeout_s=_PROBE_S), _PROBE_S
         )
         self.abandon = self._abandoned.add
+        self._newcomers = Newcomers(self._configure_newcomers, deadline_s)
         self._remote: RemoteClient | None = None  # first: events come from the watch on
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
         try:
@@ -238,7 +231,7 @@ class ClusterBackend(EmbeddingBackend):
         if id_features is None:
             return self._call_holder(reference, call)
         form: dict[str, Any] = {"requires_grad": requires_grad, "slots": slots, "as_rows": as_rows}
-        look_up_anew: Callable[[], LookupResult] = lambda: self.lookup_direct(bytes(id_features), **form)  # noqa: E731
+        look_up_anew = partial(self.lookup_direct, id_features, **form)
         if requires_grad:
             return self.look_up_held(reference, id_features, call, look_up_anew)
         try:
@@ -258,28 +251,29 @@ class ClusterBackend(EmbeddingBackend):
         self,
         reference: BatchReference,
         id_features: bytes | memoryview,
-        call: HeldLookup,
+        call: Callable[[BatchReference], LookupResult],
         look_up_anew: Callable[[], LookupResult],
     ) -> LookupResult:
         """The first training lookup of a batch, by `call` at its worker.
 
-        `look_up_anew`: at any worker, if that one has expired the batch, or released it for a new rank.
+        `look_up_anew`: at any worker, if that one has died, or has expired or released the batch.
         """
         self._held.keep(reference, id_features)
         try:
             self._await_worker(reference)
-            return self._call_holder(reference, call)
-        except NotFoundError:
+            return self._call_worker(call, reference)
+        except BaseException as failure:
             self._held.forget(reference)
-        except BaseException:
-            self._held.forget(reference)
-            raise
+            if isinstance(failure, UnavailableError) and self.is_gone(reference):
+                self.abandon(reference)
+            elif not isinstance(failure, NotFoundError):
+                raise
         # Under a new key: this rank has sent no update under the first one, a predecessor may have.
         return look_up_anew()
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
@@ -354,6 +348,7 @@ class ClusterBackend(EmbeddingBackend):
         self._abandoned.close()
         self._monitor.close()
         self._watch.close()
+        self._newcomers.close()
 
     def _call_holder(self, reference: BatchReference, call: Callable[[BatchReference], T]) -> T:
         return self._held.call(reference, partial(self._call_worker, call))
@@ -407,7 +402,7 @@ class ClusterBackend(EmbeddingBackend):
             worker, now = dead.worker, time.monotonic()
             if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
                 return False
-            self._dead[incarnation] = DeadWorker(worker, now + _PROBE_S)
+            self._dead[incarnation] = Dead(worker, now + _PROBE_S)
         if find_down([worker]):
             return False
         answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
@@ -464,7 +459,7 @@ class ClusterBackend(EmbeddingBackend):
 
     def _lose(self, worker: ServiceInfo) -> None:
         """Of a worker that is dropped or replaced, under the lock."""
-        self._dead[worker.incarnation] = DeadWorker(worker, time.monotonic() + _PROBE_S)
+        self._dead[worker.incarnation] = Dead(worker, time.monotonic() + _PROBE_S)
         self._left.discard(worker.incarnation)
         self._num_dropped += 1
 
@@ -485,7 +480,10 @@ class ClusterBackend(EmbeddingBackend):
         if self._remote is None:
             return
         worker = event.info
-        if event.kind is EventKind.LEFT:
+        try:
+            if event.kind is EventKind.JOINED:
+                self._use(worker)
+                return self._newcomers.add(worker)
             with self._lock:
                 # A successor at its index may have joined before.
                 known = self._workers.get(worker.index)
@@ -493,15 +491,10 @@ class ClusterBackend(EmbeddingBackend):
                     self._left.add(worker.incarnation)
                     self._remote.retire_worker(worker.index)
             get_default_logger().info("%s has left: it gets no more batches", worker)
-            return
-        self._use(worker)
-        # Not on the thread of events: one that dies now is waited for until its successor has joined.
-        threading.Thread(target=self._configure_newcomer, args=(worker,), daemon=True).start()
-
-    def _configure_newcomer(self, worker: ServiceInfo) -> None:
-        try:
-            if self._config is not None:  # workers keep it for servers that restart
-                # Not kept here: a newer one may have been accepted meanwhile.
-                self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
-            get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
+            get_default_logger().error("%s is not usable: %s", worker, failure)
+
+    def _configure_newcomers(self, timeout_s: float) -> None:
+        if self._config is not None:  # workers keep it for servers that restart
+            # Not kept here: a newer one may have been accepted meanwhile.
+            self._call_any(partial(self.client.configure, self._config, timeout_s=timeout_s))

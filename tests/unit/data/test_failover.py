@@ -28,7 +28,7 @@ from persia.pipeline import backend as backend_module
 from persia.pipeline import failover
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.exact import ExactCalls
-from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
+from persia.pipeline.failover import AbandonedBatches, HeldBatches, Newcomers, is_down
 from persia.pipeline.send import BatchSender
 from persia.pipeline.staleness import served_slots
 from persia.waiting import Attempts
@@ -430,7 +430,8 @@ def probes(directory: WorkerDirectory, request: Any, monkeypatch: pytest.MonkeyP
     def probe(role: str, index: int, timeout_s: float) -> ServiceInfo | None:
         indices.append(index)
         assert len(indices) == 1, "it waits"
-        return request.param()
+        answer: ServiceInfo | None = request.param()
+        return answer
 
     monkeypatch.setattr(directory, "probe", probe)
     return indices
@@ -489,11 +490,16 @@ def test_a_newcomer_does_not_bring_back_an_old_configuration(
     old, new = _native.TrainConfig(optimizer="sgd", lr=1.0), _native.TrainConfig(optimizer="sgd", lr=0.5)
     backend.configure(old)
 
+    called = threading.Event()
+
     def call_any(call: Callable[[], Any]) -> None:
         backend._config = new  # by the script's thread, meanwhile
+        called.set()
 
     monkeypatch.setattr(backend, "_call_any", call_any)
     directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, directory.here[1].address)))
+    assert called.wait(60)
+    backend._newcomers.close()
     assert backend._config is new
 
 
@@ -519,6 +525,79 @@ def test_a_newcomer_that_has_died_does_not_hide_its_successor(
     finally:
         successor.stop()
     assert "is not usable" not in log.text
+
+
+def test_newcomers_share_one_thread_which_ends_with_the_backend(
+    backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
+    calls = threading.Semaphore(0)
+
+    def call_any(call: Callable[[], Any]) -> None:
+        calls.release()
+        raise UnavailableError("the newcomer does not answer")
+
+    monkeypatch.setattr(backend, "_call_any", call_any)
+    for incarnation in range(100, 120):
+        directory.tell(ServiceEvent(EventKind.JOINED, info(0, incarnation, directory.here[0].address)))
+    assert calls.acquire(timeout=60)
+
+    def configurers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "persia-configure-newcomer"]
+
+    assert len(configurers()) == 1
+    backend.close()
+    assert configurers() == []
+    directory.tell(ServiceEvent(EventKind.JOINED, info(0, 120, directory.here[0].address)))
+    assert configurers() == []
+
+
+def test_a_newcomer_is_configured_after_an_unforeseen_error(log: Any) -> None:
+    calls: list[float] = []
+    served = threading.Event()
+
+    def configure(timeout_s: float) -> None:
+        calls.append(timeout_s)
+        if len(calls) == 1:
+            raise ValueError("no number")
+        if len(calls) == 2:
+            raise UnavailableError("not yet")
+        served.set()
+
+    newcomers = Newcomers(configure, deadline_s=60.0)
+    try:
+        newcomers.add(info(0, 1, "h:1"))
+        for _ in Attempts(60.0, pause_s=0.01):
+            if "no number" in log.text:
+                break
+        newcomers.add(info(0, 2, "h:2"))
+        assert served.wait(60)
+    finally:
+        newcomers.close()
+
+
+def test_a_newcomer_that_is_refused_does_not_stop_the_events(
+    backend: ClusterBackend, directory: WorkerDirectory, log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "_use", away)
+    directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, "h:1")))
+    assert "is not usable: the broker is away" in log.text
+
+
+def test_the_first_lookup_of_a_successor_is_no_repetition_of_its_predecessor(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The servers would not apply its update, as the predecessor has sent one under the same key."""
+    reference = register(cluster, 1)
+    backend.lookup(reference, requires_grad=True, id_features=IDS)
+    backend.return_gradients(reference, GRADIENT, scale=1.0)
+    cluster.workers[1].stop()
+    seem_dead(monkeypatch, cluster.addresses[1])
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    before = result.slots[0].rows.copy()
+    backend.return_gradients(result.reference, GRADIENT, scale=1.0)
+    after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+    np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
 
 
 def test_a_batch_whose_gradients_are_refused_is_not_kept(cluster: Cluster, backend: ClusterBackend) -> None:
