@@ -51,7 +51,7 @@ class InferenceBackend(EmbeddingBackend):
         slots: int = ALL_SLOTS,
         as_rows: bool = False,
     ) -> LookupResult:
-        return self._rows.lookup(id_features)
+        return self._rows.lookup(bytes(id_features))
 
 
 class RemoteRows:
