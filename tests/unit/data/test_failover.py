@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,22 +21,25 @@ from persia.errors import (
     PersiaError,
     UnavailableError,
 )
-from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.interface import Registration
-from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.messaging.discovery import EventKind, ServiceEvent
 from persia.pipeline import backend as backend_module
 from persia.pipeline import failover
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.exact import ExactCalls
-from persia.pipeline.failover import AbandonedBatches, HeldBatches, Newcomers, is_down
+from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
 from persia.pipeline.send import BatchSender
 from persia.pipeline.staleness import served_slots
 from persia.waiting import Attempts
-
-IDS = _native.encode_id_features(
-    1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
+from tests.unit.data.worker_cluster import (
+    GRADIENT,
+    IDS,
+    Cluster,
+    WorkerDirectory,
+    info,
+    register,
+    seem_dead,
 )
-GRADIENT = [("a", np.ones((1, 2), dtype=np.float32))]
+
 FIRST, SECOND, THIRD = BatchReference(0, 7, 1), BatchReference(1, 8, 1), BatchReference(0, 9, 1)
 
 
@@ -107,25 +110,6 @@ def test_a_batch_that_ends_during_a_call_is_not_registered_again() -> None:
     assert held.forget(SECOND) is SECOND  # nothing is kept
 
 
-class Cluster:
-    """A parameter server and two embedding workers, in this process."""
-
-    def __init__(self) -> None:
-        self.server = _native.ParameterServer(
-            replica_index=0, replica_size=1, capacity=100, num_internal_shards=1
-        )
-        address = self.server_address = f"127.0.0.1:{self.server.start('127.0.0.1', 0)}"
-        self.workers, self.addresses, self.client = [], [], _native.RemoteClient(2)
-        for index in range(2):
-            slots = [_native.SlotConfig(name="a", dim=2)]
-            worker = _native.EmbeddingWorker(slots=slots, feature_index_prefix_bit=8, num_servers=1)
-            worker.set_server(0, address)
-            self.addresses.append(f"127.0.0.1:{worker.start('127.0.0.1', 0)}")
-            self.client.set_worker(index, self.addresses[-1])
-            self.workers.append(worker)
-        self.client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
@@ -170,42 +154,6 @@ def test_a_host_whose_name_is_not_found_may_be_up(monkeypatch: pytest.MonkeyPatc
     assert not is_down("worker:1")
 
 
-class WorkerDirectory:
-    """Discovery of the workers of a `Cluster`. `here` are those that answer."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.here = [
-            info(index, worker.incarnation, cluster.addresses[index])
-            for index, worker in enumerate(cluster.workers)
-        ]
-        self.tell: Callable[[ServiceEvent], None] = lambda event: None
-
-    def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
-        self.tell = callback
-        return Registration(lambda: None)
-
-    def wait_for(self, role: str, timeout_s: float, *, schema: str = "") -> list[ServiceInfo]:
-        return list(self.here)
-
-    def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
-        return next((worker for worker in self.here if worker.index == index), None)
-
-
-def info(index: int, incarnation: int, address: str) -> ServiceInfo:
-    return ServiceInfo(
-        role=EMBEDDING_WORKER,
-        index=index,
-        replicas=2,
-        incarnation=incarnation,
-        address=address,
-        slot_modes=("",),
-        schema="",
-        pid=1,
-        status_address="",
-        has_rows=False,
-    )
-
-
 @pytest.fixture
 def directory(cluster: Cluster) -> WorkerDirectory:
     return WorkerDirectory(cluster)
@@ -217,20 +165,6 @@ def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     backend = ClusterBackend(directory)
     yield backend
     backend.close()
-
-
-def register(cluster: Cluster, index: int) -> BatchReference:
-    """As a loader does."""
-    worker = cluster.workers[index]
-    return BatchReference(index, worker.incarnation, worker.register_batch(0, IDS))
-
-
-def away(*_: Any) -> None:
-    raise UnavailableError("the broker is away")
-
-
-def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    monkeypatch.setattr(failover, "is_down", lambda address: address in addresses)
 
 
 def test_gradients_go_on_to_another_worker_when_theirs_dies(
@@ -409,65 +343,6 @@ def test_a_worker_is_gone_once_another_one_answers_at_its_index(
     assert backend.is_gone(reference)
 
 
-def test_a_worker_that_a_loader_found_first_is_waited_for(
-    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank may have lost its broker at that moment."""
-    reference, probe = register(cluster, 1), directory.probe
-    del backend._workers[1]
-    answers: list[Any] = [probe, lambda *_: None, away]
-    monkeypatch.setattr(directory, "probe", lambda *arguments: answers.pop()(*arguments))
-    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
-    assert result.reference.worker_index == 1
-    assert answers == []
-
-
-@pytest.fixture(params=[lambda *_: None, away], ids=["silent", "away"])
-def probes(directory: WorkerDirectory, request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Workers do not answer. The second look for one fails, as it would be followed by many."""
-    indices: list[int] = []
-
-    def probe(role: str, index: int, timeout_s: float) -> ServiceInfo | None:
-        indices.append(index)
-        assert len(indices) == 1, "it waits"
-        answer: ServiceInfo | None = request.param()
-        return answer
-
-    monkeypatch.setattr(directory, "probe", probe)
-    return indices
-
-
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_batch_of_another_incarnation_continues_after_one_look(
-    backend: ClusterBackend, probes: list[int], requires_grad: bool
-) -> None:
-    """To wait for the whole deadline would end the rank."""
-    stale = BatchReference(1, 4711, 1)
-    result = backend.lookup(stale, requires_grad=requires_grad, id_features=IDS)
-    assert probes == [1]
-    if requires_grad:
-        backend.release(result.reference)
-
-
-def test_an_evaluation_does_not_wait_for_an_unknown_worker(
-    backend: ClusterBackend, probes: list[int]
-) -> None:
-    del backend._workers[1]
-    backend.lookup(BatchReference(1, 4711, 1), requires_grad=False, id_features=IDS)
-    assert probes == [1]
-
-
-def test_a_release_does_not_wait_for_an_unknown_worker(
-    backend: ClusterBackend, probes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One thread releases all batches of a context."""
-    del backend._workers[1]
-    monkeypatch.setattr(backend, "is_gone", lambda _: False)
-    with pytest.raises(UnavailableError):
-        backend.release(BatchReference(1, 4711, 1))
-    assert probes == [1]
-
-
 def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     backend: ClusterBackend, directory: WorkerDirectory
 ) -> None:
@@ -482,106 +357,6 @@ def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
         return "answer"
 
     assert backend._call_any(call) == "answer"
-
-
-def test_a_newcomer_does_not_bring_back_an_old_configuration(
-    backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    old, new = _native.TrainConfig(optimizer="sgd", lr=1.0), _native.TrainConfig(optimizer="sgd", lr=0.5)
-    backend.configure(old)
-
-    called = threading.Event()
-
-    def call_any(call: Callable[[], Any]) -> None:
-        backend._config = new  # by the script's thread, meanwhile
-        called.set()
-
-    monkeypatch.setattr(backend, "_call_any", call_any)
-    directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, directory.here[1].address)))
-    assert called.wait(60)
-    backend._newcomers.close()
-    assert backend._config is new
-
-
-def test_a_newcomer_that_has_died_does_not_hide_its_successor(
-    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, log: Any
-) -> None:
-    """The rank would not hear of it before the deadline of the newcomer's configuration."""
-    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        nowhere = f"127.0.0.1:{listener.getsockname()[1]}"
-    for index in range(2):
-        cluster.workers[index].stop()
-    directory.tell(ServiceEvent(EventKind.JOINED, info(0, 98, nowhere)))
-    successor = _native.EmbeddingWorker(
-        slots=[_native.SlotConfig(name="a", dim=2)], feature_index_prefix_bit=8, num_servers=1
-    )
-    successor.set_server(0, cluster.server_address)
-    address = f"127.0.0.1:{successor.start('127.0.0.1', 0)}"
-    try:
-        for index in range(2):
-            directory.tell(ServiceEvent(EventKind.JOINED, info(index, successor.incarnation, address)))
-        assert backend.lookup_direct(IDS, requires_grad=True).slots[0].rows.shape == (1, 2)
-    finally:
-        successor.stop()
-    assert "is not usable" not in log.text
-
-
-def test_newcomers_share_one_thread_which_ends_with_the_backend(
-    backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-    calls = threading.Semaphore(0)
-
-    def call_any(call: Callable[[], Any]) -> None:
-        calls.release()
-        raise UnavailableError("the newcomer does not answer")
-
-    monkeypatch.setattr(backend, "_call_any", call_any)
-    for incarnation in range(100, 120):
-        directory.tell(ServiceEvent(EventKind.JOINED, info(0, incarnation, directory.here[0].address)))
-    assert calls.acquire(timeout=60)
-
-    def configurers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "persia-configure-newcomer"]
-
-    assert len(configurers()) == 1
-    backend.close()
-    assert configurers() == []
-    directory.tell(ServiceEvent(EventKind.JOINED, info(0, 120, directory.here[0].address)))
-    assert configurers() == []
-
-
-def test_a_newcomer_is_configured_after_an_unforeseen_error(log: Any) -> None:
-    calls: list[float] = []
-    served = threading.Event()
-
-    def configure(timeout_s: float) -> None:
-        calls.append(timeout_s)
-        if len(calls) == 1:
-            raise ValueError("no number")
-        if len(calls) == 2:
-            raise UnavailableError("not yet")
-        served.set()
-
-    newcomers = Newcomers(configure, deadline_s=60.0)
-    try:
-        newcomers.add(info(0, 1, "h:1"))
-        for _ in Attempts(60.0, pause_s=0.01):
-            if "no number" in log.text:
-                break
-        newcomers.add(info(0, 2, "h:2"))
-        assert served.wait(60)
-    finally:
-        newcomers.close()
-
-
-def test_a_newcomer_that_is_refused_does_not_stop_the_events(
-    backend: ClusterBackend, directory: WorkerDirectory, log: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend, "_use", away)
-    directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, "h:1")))
-    assert "is not usable: the broker is away" in log.text
 
 
 def test_the_first_lookup_of_a_successor_is_no_repetition_of_its_predecessor(
