@@ -37,7 +37,7 @@ from persia.pipeline import backend
 from persia.pipeline.position import DataPosition, stripe_of
 from persia.pipeline.receive import StreamReceiver
 from persia.pipeline.send import BatchSender, RegisterBatchHandler
-from persia.roles.embedding_worker import ServerLinks, release_waiting
+from persia.roles.embedding_worker import ServerLinks, watch_ranks
 from persia.roles.replica import Replica, config_hash, starts_as_standby
 from persia.roles.standby import Pair
 from persia.storage.location import Location
@@ -265,7 +265,7 @@ class Job:
         )
         responder = RegisterBatchHandler.of_worker(worker)
         Advertiser(session, info).start(lambda: session.respond(session.subjects.ids(index), responder))
-        directory.watch(NN_WORKER, partial(release_waiting, worker))
+        watch_ranks(directory, worker)
         while True:
             self.kernel.sleep(3600.0)
 

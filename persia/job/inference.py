@@ -45,13 +45,13 @@ class InferenceBackend(EmbeddingBackend):
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
         as_rows: bool = False,
     ) -> LookupResult:
-        return self._rows.lookup(id_features)
+        return self._rows.lookup(bytes(id_features))
 
 
 class RemoteRows:

@@ -32,18 +32,15 @@ from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, DeadWorker, HeldBatches, find_down
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, Dead, HeldBatches, Newcomers, find_down
 from persia.pipeline.queues import Deadline
-from persia.pipeline.slot_rows import checked_rows, slot_signs
+from persia.pipeline.slot_rows import row_blocks
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
 from persia.waiting import Attempts
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 
-_ROWS_AT_A_TIME = 65_536  # bounds a message of set_embeddings
-
-# A loader that used the worker has reached it before, so it is running, and answers soon or not at all.
-_PROBE_S = 5.0
+_PROBE_S = 5.0  # for one answer of a worker
 
 # After an update that an exact context has applied, and the servers have not.
 NEW_CONTEXT = "begin a new context and load a checkpoint there"
@@ -54,7 +51,6 @@ T = TypeVar("T")
 # None: the loss did not reach the slot.
 SlotGradient = NDArray[np.float32] | tuple[NDArray[np.float32], float] | None
 SlotGradients = Sequence[tuple[str, SlotGradient]]
-HeldLookup = Callable[[BatchReference], LookupResult]
 
 
 class EmbeddingBackend:
@@ -106,16 +102,12 @@ class EmbeddingBackend:
         """
         # In a cluster this is RemoteClient (native/src/client/remote_client.cc).
         return self._client.lookup(
-            reference,
-            requires_grad=requires_grad,
-            timeout_s=self._deadline_s,
-            slots=slots,
-            as_rows=as_rows,
+            reference, requires_grad=requires_grad, timeout_s=self._deadline_s, slots=slots, as_rows=as_rows
         )
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
@@ -157,11 +149,10 @@ class EmbeddingBackend:
         self, slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
     ) -> None:
         """Writes rows [n, dim] of `ids` [n] of a slot. InvalidArgumentError: another shape."""
-        signs, values = slot_signs(slots, name, ids), checked_rows(slots, name, ids, rows)
+        blocks = row_blocks(slots, name, ids, rows)
         with self._client.other_rows("rows were set"):
-            for begin in range(0, len(signs), _ROWS_AT_A_TIME):
-                block = slice(begin, begin + _ROWS_AT_A_TIME)
-                self.set_embeddings(signs[block], values[block])
+            for signs, values in blocks:
+                self.set_embeddings(signs, values)
 
     def clear(self) -> None:
         """Removes all rows from all servers."""
@@ -191,7 +182,7 @@ class ClusterBackend(EmbeddingBackend):
         self._lock = threading.Lock()  # guards changes of which workers are used
         self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
         self._left: set[int] = set()  # incarnations of those among them that have left in order
-        self._dead: dict[int, DeadWorker] = {}  # by incarnation
+        self._dead: dict[int, Dead] = {}  # by incarnation
         self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
@@ -200,6 +191,7 @@ class ClusterBackend(EmbeddingBackend):
             self._seems_gone, lambda batch: self.client.release(batch, timeout_s=_PROBE_S), _PROBE_S
         )
         self.abandon = self._abandoned.add
+        self._newcomers = Newcomers(self._configure_newcomers, deadline_s)
         self._remote: RemoteClient | None = None  # first: events come from the watch on
         self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
         try:
@@ -239,7 +231,7 @@ class ClusterBackend(EmbeddingBackend):
         if id_features is None:
             return self._call_holder(reference, call)
         form: dict[str, Any] = {"requires_grad": requires_grad, "slots": slots, "as_rows": as_rows}
-        look_up_anew: Callable[[], LookupResult] = lambda: self.lookup_direct(bytes(id_features), **form)  # noqa: E731
+        look_up_anew = partial(self.lookup_direct, id_features, **form)
         if requires_grad:
             return self.look_up_held(reference, id_features, call, look_up_anew)
         try:
@@ -259,27 +251,29 @@ class ClusterBackend(EmbeddingBackend):
         self,
         reference: BatchReference,
         id_features: bytes | memoryview,
-        call: HeldLookup,
+        call: Callable[[BatchReference], LookupResult],
         look_up_anew: Callable[[], LookupResult],
     ) -> LookupResult:
         """The first training lookup of a batch, by `call` at its worker.
 
-        `look_up_anew`: at any worker, if that one has expired the batch, or released it for a new rank.
+        `look_up_anew`: at any worker, if that one has died, or has expired or released the batch.
         """
         self._held.keep(reference, id_features)
         try:
-            return self._call_holder(reference, call)
-        except NotFoundError:
+            self._await_worker(reference)
+            return self._call_worker(call, reference)
+        except BaseException as failure:
             self._held.forget(reference)
-        except BaseException:
-            self._held.forget(reference)
-            raise
+            if isinstance(failure, UnavailableError) and self.is_gone(reference):
+                self.abandon(reference)
+            elif not isinstance(failure, NotFoundError):
+                raise
         # Under a new key: this rank has sent no update under the first one, a predecessor may have.
         return look_up_anew()
 
     def lookup_direct(
         self,
-        id_features: bytes,
+        id_features: bytes | memoryview,
         *,
         requires_grad: bool,
         slots: int = ALL_SLOTS,
@@ -354,6 +348,7 @@ class ClusterBackend(EmbeddingBackend):
         self._abandoned.close()
         self._monitor.close()
         self._watch.close()
+        self._newcomers.close()
 
     def _call_holder(self, reference: BatchReference, call: Callable[[BatchReference], T]) -> T:
         return self._held.call(reference, partial(self._call_worker, call))
@@ -365,7 +360,12 @@ class ClusterBackend(EmbeddingBackend):
         # A loader may have discovered a new worker, or a successor, before this process has.
         known = self._workers.get(index)
         if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
-            self._find(index, known)
+            # Once: other workers serve a batch of a predecessor, and no training waits for other calls.
+            if (worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)) is None:
+                raise UnavailableError(
+                    f"embedding worker {index}, which a data loader has used, does not answer"
+                )
+            self._use(worker)
         while True:
             num_dropped = self._count_dropped()
             try:
@@ -378,15 +378,17 @@ class ClusterBackend(EmbeddingBackend):
                 if self._count_dropped() == num_dropped or not lives:
                     raise
 
-    def _find(self, index: int, known: ServiceInfo | None) -> None:
-        """Waits until a worker is used at `index` that is not `known`. The broker may be away."""
-        for _ in Attempts(self._deadline_s, pause_s=0.2):
+    def _await_worker(self, reference: BatchReference) -> None:
+        """Waits for a worker that a data loader has discovered first. The broker may be away."""
+        index = reference.worker_index
+        name = f"embedding worker {index}, which a data loader has used"
+        for _ in Attempts(self._deadline_s, pause_s=0.2, waiting_for=lambda: name):
+            if index in self._workers or reference.worker_incarnation in self._dead:
+                return
             with contextlib.suppress(UnavailableError):
                 if worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S):
-                    return self._use(worker)
-            if self._workers.get(index) is not known:  # it has joined meanwhile
-                return
-        raise UnavailableError(f"embedding worker {index} does not answer, which a data loader has used")
+                    self._use(worker)
+        raise UnavailableError(f"{name}, has not answered for {self._deadline_s:g} s (PERSIA_DEADLINE_SEC)")
 
     def _lives_after_all(self, incarnation: int) -> bool:
         """Whether a dead worker answers again: loaders may reach it and give it batches.
@@ -400,7 +402,7 @@ class ClusterBackend(EmbeddingBackend):
             worker, now = dead.worker, time.monotonic()
             if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
                 return False
-            self._dead[incarnation] = DeadWorker(worker, now + _PROBE_S)
+            self._dead[incarnation] = Dead(worker, now + _PROBE_S)
         if find_down([worker]):
             return False
         answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
@@ -457,7 +459,7 @@ class ClusterBackend(EmbeddingBackend):
 
     def _lose(self, worker: ServiceInfo) -> None:
         """Of a worker that is dropped or replaced, under the lock."""
-        self._dead[worker.incarnation] = DeadWorker(worker, time.monotonic() + _PROBE_S)
+        self._dead[worker.incarnation] = Dead(worker, time.monotonic() + _PROBE_S)
         self._left.discard(worker.incarnation)
         self._num_dropped += 1
 
@@ -478,7 +480,10 @@ class ClusterBackend(EmbeddingBackend):
         if self._remote is None:
             return
         worker = event.info
-        if event.kind is EventKind.LEFT:
+        try:
+            if event.kind is EventKind.JOINED:
+                self._use(worker)
+                return self._newcomers.add(worker)
             with self._lock:
                 # A successor at its index may have joined before.
                 known = self._workers.get(worker.index)
@@ -486,15 +491,10 @@ class ClusterBackend(EmbeddingBackend):
                     self._left.add(worker.incarnation)
                     self._remote.retire_worker(worker.index)
             get_default_logger().info("%s has left: it gets no more batches", worker)
-            return
-        self._use(worker)
-        # Not on the thread of events: one that dies now is waited for until its successor has joined.
-        threading.Thread(target=self._configure_newcomer, args=(worker,), daemon=True).start()
-
-    def _configure_newcomer(self, worker: ServiceInfo) -> None:
-        try:
-            if self._config is not None:  # workers keep it for servers that restart
-                # Not kept here: a newer one may have been accepted meanwhile.
-                self._call_any(partial(super().configure, self._config))
         except PersiaError as failure:
-            get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
+            get_default_logger().error("%s is not usable: %s", worker, failure)
+
+    def _configure_newcomers(self, timeout_s: float) -> None:
+        if self._config is not None:  # workers keep it for servers that restart
+            # Not kept here: a newer one may have been accepted meanwhile.
+            self._call_any(partial(self.client.configure, self._config, timeout_s=timeout_s))

@@ -18,11 +18,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from persia._native import BatchReference
-from persia.errors import InternalError, NotFoundError, PersiaError, UnavailableError
+from persia.errors import (
+    DeadlineExceededError,
+    InternalError,
+    NotFoundError,
+    PersiaError,
+    UnavailableError,
+)
 from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool
 from persia.messaging.discovery import ServiceInfo
 from persia.pipeline.queues import Deadline
+from persia.waiting import Attempts
 
 T = TypeVar("T")
 
@@ -32,10 +39,11 @@ _SLOW_S = 0.5  # a call that takes longer makes the monitor look whether its wor
 _LONGEST_PAUSE_S = 8.0
 _CONNECT_S = 2.0  # a host that does not answer for so long is taken to be down
 _MAX_LOOKS = 32  # at workers, at a time
+_CONFIGURE_S = 5.0  # of one try: `close` has to wait for it
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
-class DeadWorker(NamedTuple):
+class Dead(NamedTuple):
     worker: ServiceInfo
     next_look: float  # by time.monotonic(): whether it lives
 
@@ -181,6 +189,68 @@ class AbandonedBatches:
             except PersiaError:
                 return number
         return len(batches)
+
+
+class Newcomers:
+    """Gives workers that have joined the training config, on one thread while there are such workers.
+
+    Not on the thread of events: a worker that dies now is waited for until its successor has joined.
+    Thread-safe.
+    """
+
+    def __init__(self, configure: Callable[[float], None], deadline_s: float) -> None:
+        """`configure`: sends the present config to all workers, and takes at most its argument in seconds."""
+        self._configure, self._deadline_s = configure, deadline_s
+        self._lock = threading.Lock()
+        self._newest: ServiceInfo | None = None  # None: the calls so far have served all
+        self._thread: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def add(self, worker: ServiceInfo) -> None:
+        with self._lock:
+            self._newest = worker
+            if self._thread is None and not self._closed.is_set():
+                self._thread = threading.Thread(
+                    target=self._run, name="persia-configure-newcomer", daemon=True
+                )
+                self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread. Idempotent."""
+        self._closed.set()
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join(2 * _CONFIGURE_S)
+
+    def _run(self) -> None:
+        while (worker := self._take_newest()) is not None:
+            try:
+                self._serve()
+            except PersiaError as failure:
+                get_default_logger().error("%s has joined and is not usable: %s", worker, failure)
+            except Exception:
+                get_default_logger().exception("%s has joined and is not usable", worker)
+
+    def _take_newest(self) -> ServiceInfo | None:
+        with self._lock:
+            worker, self._newest = self._newest, None
+            if worker is None or self._closed.is_set():
+                self._thread = None  # in this step: the next newcomer starts another one
+                return None
+            return worker
+
+    def _serve(self) -> None:
+        failure: PersiaError | None = None
+        for _ in Attempts(self._deadline_s):
+            if self._closed.is_set():
+                return
+            try:
+                return self._configure(min(_CONFIGURE_S, self._deadline_s))
+            except (DeadlineExceededError, UnavailableError) as error:
+                failure = error
+        assert failure is not None, "there is a first attempt"
+        raise failure
 
 
 class SlowCalls:

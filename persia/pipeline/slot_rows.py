@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 from persia.config import SlotsConfig
 from persia.errors import InvalidArgumentError, InvalidTypeError, NotFoundError
 
+_ROWS_AT_A_TIME = 65_536  # bounds a message
+
 
 def check_ids(slots: SlotsConfig, name: str, ids: NDArray[np.uint64]) -> None:
     """Checks `ids` uint64 [n] of the slot `name`.
@@ -54,3 +56,12 @@ def checked_rows(
         raise InvalidArgumentError(f"rows of slot {name} are {what}: pass float32 [{len(ids)}, {dim}]")
     # Converted once, so that blocks are views and each is copied into its message only.
     return np.ascontiguousarray(rows, np.float32)
+
+
+def row_blocks(
+    slots: SlotsConfig, name: str, ids: NDArray[np.uint64], rows: NDArray[np.float32]
+) -> list[tuple[NDArray[np.uint64], NDArray[np.float32]]]:
+    """Signs and rows for one message each. Raises what `slot_signs` and `checked_rows` raise."""
+    signs, values = slot_signs(slots, name, ids), checked_rows(slots, name, ids, rows)
+    blocks = [slice(begin, begin + _ROWS_AT_A_TIME) for begin in range(0, len(signs), _ROWS_AT_A_TIME)]
+    return [(signs[block], values[block]) for block in blocks]

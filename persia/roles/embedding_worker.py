@@ -12,7 +12,7 @@ from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load
 from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.interface import Session
+from persia.messaging.interface import Registration, Session
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
@@ -90,7 +90,7 @@ def run_embedding_worker(options: ServerOptions) -> None:
         # A worker that joined before this is missed, which is harmless: clients take the largest number told.
         watch = Directory(session).watch(EMBEDDING_WORKER, partial(count_workers, advertiser))
         stack.callback(watch.close)
-        watch = Directory(session).watch(NN_WORKER, partial(release_waiting, worker))
+        watch = watch_ranks(Directory(session), worker)
         stack.callback(watch.close)
         wait_for_stop()
 
@@ -141,13 +141,28 @@ def count_workers(advertiser: Advertiser, event: ServiceEvent) -> None:
         advertiser.set_replicas(replicas - 1)
 
 
-def release_waiting(worker: EmbeddingWorker, event: ServiceEvent) -> None:
+def watch_ranks(directory: Directory, worker: EmbeddingWorker) -> Registration:
     """Ends the batches that wait for a rank that has died, when a rank joins: in most cases its successor.
 
     A worker full of them would take no batch until they expire. A rank that lives looks its own up again.
     """
-    if event.kind is EventKind.JOINED and (num_batches := worker.release_waiting()):
-        get_default_logger().info("%d batches were released: %s has joined", num_batches, event.info)
+    running: set[int] = set()  # incarnations of ranks that this worker found when it started
+
+    def on_event(event: ServiceEvent) -> None:
+        if event.kind is EventKind.JOINED and event.info.incarnation not in running:
+            release_waiting(worker, event.info)
+
+    # First: to miss a successor costs more than to release batches of a rank that is about to answer.
+    watch = directory.watch(NN_WORKER, on_event)
+    # Once its connection to the broker is restored, each of them says again that it has joined.
+    with suppress(PersiaError):  # the broker is away: batches are looked up directly
+        running.update(rank.incarnation for rank in directory.present(NN_WORKER, _WHO_S))
+    return watch
+
+
+def release_waiting(worker: EmbeddingWorker, rank: ServiceInfo) -> None:
+    if num_batches := worker.release_waiting():
+        get_default_logger().info("%d batches were released: %s has joined", num_batches, rank)
 
 
 def drain(worker: EmbeddingWorker, session: Session) -> None:

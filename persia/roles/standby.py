@@ -88,7 +88,7 @@ class Primary:
         def on_event(event: ServiceEvent) -> None:
             info = event.info
             is_other = info.index == self._replica.index and info.incarnation != self._server.incarnation
-            if event.kind is not EventKind.JOINED or not is_other:
+            if event.kind is not EventKind.JOINED or not is_other or self._is_closing.is_set():
                 return
             if info.term < advertiser.info.term:
                 # The predecessor has returned, and ends. Who has believed it must not look for it.

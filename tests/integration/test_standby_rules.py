@@ -20,6 +20,7 @@ from persia.checkpoint.server_job import ServerShare
 from persia.checkpoint.service import CheckpointService
 from persia.errors import FailedPreconditionError, PersiaError, UnavailableError
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
+from persia.messaging.interface import Registration
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.replica import Message, Presence, Question, Replica, Sign, starts_as_standby
@@ -132,6 +133,28 @@ def test_a_primary_whose_start_has_failed_hands_over(index: Index, monkeypatch: 
         index.primary.start(Advertiser(index.replica.session, info(index)))
     index.primary.close()
     assert index.server.replication == "fenced"
+
+
+def test_a_primary_that_stops_is_not_ended_by_a_server_that_joins(
+    index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would not hand over."""
+    ends: list[str] = []
+    callbacks: list[Callable[[ServiceEvent], None]] = []
+    monkeypatch.setattr(index.primary, "_end", ends.append)
+    watch = Directory.watch
+
+    def watch_and_keep(self: Directory, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
+        callbacks.append(callback)
+        return watch(self, role, callback)
+
+    monkeypatch.setattr(Directory, "watch", watch_and_keep)
+    index.primary.start(Advertiser(index.replica.session, info(index)))
+    successor = replace(info(index), incarnation=99, term=1 << 50, has_rows=True)
+    index.primary._is_closing.set()
+    callbacks[0](ServiceEvent(EventKind.JOINED, successor))
+    assert ends == []
+    index.primary.close()
 
 
 def test_a_primary_stops_at_once_while_its_standby_is_filled(index: Index) -> None:

@@ -199,25 +199,30 @@ void BatchTable::FinishReleased(const Guard& guard) {
 // Called when there is no room, so that expiry costs nothing in a job that keeps up. A held batch
 // is in use, however old.
 void BatchTable::ExpireLocked(Batch::State state) {
-  num_expired_ += RemoveSinceLocked(state, Clock::now() - options_.expiry);
+  num_expired_ += RemoveSinceLocked(state, Clock::now() - options_.expiry).size();
 }
 
 uint64_t BatchTable::ReleaseWaiting() {
-  const std::lock_guard lock(mutex_);
-  const uint64_t count = RemoveSinceLocked(Batch::State::kWaiting, Clock::time_point::max());
-  num_released_ += count;
-  return count;
+  std::vector<std::shared_ptr<Batch>> removed;  // freed without the lock: they may be large
+  {
+    const std::lock_guard lock(mutex_);
+    removed = RemoveSinceLocked(Batch::State::kWaiting, Clock::time_point::max());
+    num_released_ += removed.size();
+  }
+  batch_free_.notify_all();  // WaitReturned waits for the end of a batch
+  return removed.size();
 }
 
-uint64_t BatchTable::RemoveSinceLocked(Batch::State state, Clock::time_point last) {
-  uint64_t count = 0;
+std::vector<std::shared_ptr<Batch>> BatchTable::RemoveSinceLocked(Batch::State state,
+                                                                  Clock::time_point last) {
+  std::vector<std::shared_ptr<Batch>> removed;
   for (auto next = batches_.begin(); next != batches_.end();) {
-    const std::shared_ptr<Batch> batch = (next++)->second;
+    std::shared_ptr<Batch> batch = (next++)->second;
     if (batch->state != state || batch->busy || batch->since > last) continue;
     RemoveLocked(*batch);
-    ++count;
+    removed.push_back(std::move(batch));
   }
-  return count;
+  return removed;
 }
 
 void BatchTable::RemoveLocked(const Batch& batch) {

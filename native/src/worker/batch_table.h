@@ -137,8 +137,9 @@ class BatchTable {
   Status MakeRoomInFlightLocked();
   // Removes the batches in that state that are too old and not being worked on.
   void ExpireLocked(Batch::State state);
-  // Removes those that no request works on; returns their number.
-  uint64_t RemoveSinceLocked(Batch::State state, std::chrono::steady_clock::time_point last);
+  // Removes those that no request works on, and returns them.
+  std::vector<std::shared_ptr<Batch>> RemoveSinceLocked(Batch::State state,
+                                                        std::chrono::steady_clock::time_point last);
   void RemoveLocked(const Batch& batch);
   void LeaveWaitingLocked(const Batch& batch);
 

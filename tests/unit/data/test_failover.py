@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +21,7 @@ from persia.errors import (
     PersiaError,
     UnavailableError,
 )
-from persia.messaging.discovery import EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.interface import Registration
-from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.messaging.discovery import EventKind, ServiceEvent
 from persia.pipeline import backend as backend_module
 from persia.pipeline import failover
 from persia.pipeline.backend import ClusterBackend
@@ -32,11 +30,16 @@ from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
 from persia.pipeline.send import BatchSender
 from persia.pipeline.staleness import served_slots
 from persia.waiting import Attempts
-
-IDS = _native.encode_id_features(
-    1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
+from tests.unit.data.worker_cluster import (
+    GRADIENT,
+    IDS,
+    Cluster,
+    WorkerDirectory,
+    info,
+    register,
+    seem_dead,
 )
-GRADIENT = [("a", np.ones((1, 2), dtype=np.float32))]
+
 FIRST, SECOND, THIRD = BatchReference(0, 7, 1), BatchReference(1, 8, 1), BatchReference(0, 9, 1)
 
 
@@ -107,25 +110,6 @@ def test_a_batch_that_ends_during_a_call_is_not_registered_again() -> None:
     assert held.forget(SECOND) is SECOND  # nothing is kept
 
 
-class Cluster:
-    """A parameter server and two embedding workers, in this process."""
-
-    def __init__(self) -> None:
-        self.server = _native.ParameterServer(
-            replica_index=0, replica_size=1, capacity=100, num_internal_shards=1
-        )
-        address = self.server_address = f"127.0.0.1:{self.server.start('127.0.0.1', 0)}"
-        self.workers, self.addresses, self.client = [], [], _native.RemoteClient(2)
-        for index in range(2):
-            slots = [_native.SlotConfig(name="a", dim=2)]
-            worker = _native.EmbeddingWorker(slots=slots, feature_index_prefix_bit=8, num_servers=1)
-            worker.set_server(0, address)
-            self.addresses.append(f"127.0.0.1:{worker.start('127.0.0.1', 0)}")
-            self.client.set_worker(index, self.addresses[-1])
-            self.workers.append(worker)
-        self.client.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     cluster = Cluster()
@@ -170,42 +154,6 @@ def test_a_host_whose_name_is_not_found_may_be_up(monkeypatch: pytest.MonkeyPatc
     assert not is_down("worker:1")
 
 
-class WorkerDirectory:
-    """Discovery of the workers of a `Cluster`. `here` are those that answer."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.here = [
-            info(index, worker.incarnation, cluster.addresses[index])
-            for index, worker in enumerate(cluster.workers)
-        ]
-        self.tell: Callable[[ServiceEvent], None] = lambda event: None
-
-    def watch(self, role: str, callback: Callable[[ServiceEvent], None]) -> Registration:
-        self.tell = callback
-        return Registration(lambda: None)
-
-    def wait_for(self, role: str, timeout_s: float, *, schema: str = "") -> list[ServiceInfo]:
-        return list(self.here)
-
-    def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
-        return next((worker for worker in self.here if worker.index == index), None)
-
-
-def info(index: int, incarnation: int, address: str) -> ServiceInfo:
-    return ServiceInfo(
-        role=EMBEDDING_WORKER,
-        index=index,
-        replicas=2,
-        incarnation=incarnation,
-        address=address,
-        slot_modes=("",),
-        schema="",
-        pid=1,
-        status_address="",
-        has_rows=False,
-    )
-
-
 @pytest.fixture
 def directory(cluster: Cluster) -> WorkerDirectory:
     return WorkerDirectory(cluster)
@@ -217,20 +165,6 @@ def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
     backend = ClusterBackend(directory)
     yield backend
     backend.close()
-
-
-def register(cluster: Cluster, index: int) -> BatchReference:
-    """As a loader does."""
-    worker = cluster.workers[index]
-    return BatchReference(index, worker.incarnation, worker.register_batch(0, IDS))
-
-
-def away(*_: Any) -> None:
-    raise UnavailableError("the broker is away")
-
-
-def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    monkeypatch.setattr(failover, "is_down", lambda address: address in addresses)
 
 
 def test_gradients_go_on_to_another_worker_when_theirs_dies(
@@ -409,19 +343,6 @@ def test_a_worker_is_gone_once_another_one_answers_at_its_index(
     assert backend.is_gone(reference)
 
 
-def test_a_worker_that_a_loader_found_first_is_waited_for(
-    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The rank may have lost its broker at that moment."""
-    reference, probe = register(cluster, 1), directory.probe
-    del backend._workers[1]
-    answers: list[Any] = [probe, lambda *_: None, away]
-    monkeypatch.setattr(directory, "probe", lambda *arguments: answers.pop()(*arguments))
-    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
-    assert result.reference.worker_index == 1
-    assert answers == []
-
-
 def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     backend: ClusterBackend, directory: WorkerDirectory
 ) -> None:
@@ -438,42 +359,20 @@ def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     assert backend._call_any(call) == "answer"
 
 
-def test_a_newcomer_does_not_bring_back_an_old_configuration(
-    backend: ClusterBackend, directory: WorkerDirectory, monkeypatch: pytest.MonkeyPatch
+def test_the_first_lookup_of_a_successor_is_no_repetition_of_its_predecessor(
+    cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = _native.TrainConfig(optimizer="sgd", lr=1.0), _native.TrainConfig(optimizer="sgd", lr=0.5)
-    backend.configure(old)
-
-    def call_any(call: Callable[[], Any]) -> None:
-        backend._config = new  # by the script's thread, meanwhile
-
-    monkeypatch.setattr(backend, "_call_any", call_any)
-    directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, directory.here[1].address)))
-    assert backend._config is new
-
-
-def test_a_newcomer_that_has_died_does_not_hide_its_successor(
-    cluster: Cluster, backend: ClusterBackend, directory: WorkerDirectory, log: Any
-) -> None:
-    """The rank would not hear of it before the deadline of the newcomer's configuration."""
-    backend.configure(_native.TrainConfig(optimizer="sgd", lr=1.0))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        nowhere = f"127.0.0.1:{listener.getsockname()[1]}"
-    for index in range(2):
-        cluster.workers[index].stop()
-    directory.tell(ServiceEvent(EventKind.JOINED, info(0, 98, nowhere)))
-    successor = _native.EmbeddingWorker(
-        slots=[_native.SlotConfig(name="a", dim=2)], feature_index_prefix_bit=8, num_servers=1
-    )
-    successor.set_server(0, cluster.server_address)
-    address = f"127.0.0.1:{successor.start('127.0.0.1', 0)}"
-    try:
-        for index in range(2):
-            directory.tell(ServiceEvent(EventKind.JOINED, info(index, successor.incarnation, address)))
-        assert backend.lookup_direct(IDS, requires_grad=True).slots[0].rows.shape == (1, 2)
-    finally:
-        successor.stop()
-    assert "is not usable" not in log.text
+    """The servers would not apply its update, as the predecessor has sent one under the same key."""
+    reference = register(cluster, 1)
+    backend.lookup(reference, requires_grad=True, id_features=IDS)
+    backend.return_gradients(reference, GRADIENT, scale=1.0)
+    cluster.workers[1].stop()
+    seem_dead(monkeypatch, cluster.addresses[1])
+    result = backend.lookup(reference, requires_grad=True, id_features=IDS)
+    before = result.slots[0].rows.copy()
+    backend.return_gradients(result.reference, GRADIENT, scale=1.0)
+    after = backend.lookup_direct(IDS, requires_grad=False).slots[0].rows
+    np.testing.assert_allclose(after, before - 1.0, atol=1e-6)
 
 
 def test_a_batch_whose_gradients_are_refused_is_not_kept(cluster: Cluster, backend: ClusterBackend) -> None:

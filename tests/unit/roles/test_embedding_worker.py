@@ -14,7 +14,7 @@ from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.pipeline.send import RegisterBatchHandler
-from persia.roles.embedding_worker import ServerLinks, count_workers, drain, release_waiting
+from persia.roles.embedding_worker import ServerLinks, count_workers, drain, watch_ranks
 
 
 class Worker:
@@ -55,12 +55,29 @@ def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, **
     )
 
 
+def rank(incarnation: int) -> ServiceInfo:
+    return ServiceInfo(role=NN_WORKER, index=0, replicas=1, incarnation=incarnation, address="h:1")
+
+
 def test_waiting_batches_are_released_when_a_rank_joins_but_not_when_it_leaves():
-    worker = Worker()
-    rank = ServiceInfo(role=NN_WORKER, index=0, replicas=1, incarnation=1, address="h:1")
-    release_waiting(worker, ServiceEvent(EventKind.LEFT, rank))
+    broker, worker = LocalBroker(), Worker()
+    watch_ranks(Directory(LocalSession(broker, name="worker")), worker)
+    advertiser = Advertiser(LocalSession(broker, name="rank"), rank(1))
+    advertiser.start()
+    assert worker.num_released == 1
+    advertiser.stop()
+    assert worker.num_released == 1
+
+
+def test_a_rank_that_runs_already_keeps_its_batches_when_it_says_again_that_it_has_joined():
+    broker, worker = LocalBroker(), Worker()
+    predecessor = Advertiser(LocalSession(broker, name="rank"), rank(1))
+    predecessor.start()
+    watch_ranks(Directory(LocalSession(broker, name="worker")), worker)
+    predecessor.publish_again()
     assert worker.num_released == 0
-    release_waiting(worker, ServiceEvent(EventKind.JOINED, rank))
+    predecessor.stop()
+    Advertiser(LocalSession(broker, name="successor"), rank(2)).start()
     assert worker.num_released == 1
 
 
