@@ -202,8 +202,7 @@ class Traffic:
         id_features, embeddings, gradients = 16.0, 24.0, 24.0
         for slot in job.slots:
             name = _round_up(len(slot.name.encode()), 8)
-            id_features += 16 + name + _round_up(4 * (job.batch_size + 1), 8)
-            id_features += 8 * slot.hotness * job.batch_size
+            id_features += 32 + name + _sent_ids(slot, job)
             sent, index = _sent_rows(slot, job)
             embeddings += 24 + name + 4 * job.dim * sent + index
             gradients += 16 + name + 4 * job.dim * sent + (8 if index else 0)
@@ -253,10 +252,20 @@ def work(job: Job, traffic: Traffic, num_servers: int) -> dict[str, Work]:
     }
 
 
+def _sent_ids(slot: SlotLoad, job: Job) -> float:
+    """Bytes of the IDs of a data loader with their offsets. IDs are taken for hashes of 8 bytes."""
+    offsets = _round_up(4 * (job.batch_size + 1), 8) if slot.hotness > 1 else 0
+    num_ids = slot.hotness * job.batch_size
+    return offsets + min(8 * num_ids, 8 * slot.distinct + _number_bytes(slot) * num_ids)
+
+
+def _number_bytes(slot: SlotLoad) -> int:
+    return max(1, math.ceil(math.log2(max(slot.distinct, 2)) / 8))
+
+
 def _sent_rows(slot: SlotLoad, job: Job) -> tuple[float, float]:
     """Rows between worker and rank, and bytes of their index: 0 for pooled embeddings (ADR 39)."""
-    number_bytes = max(1, math.ceil(math.log2(max(slot.distinct, 2)) / 8))
-    index = 16.0 + number_bytes * slot.hotness * job.batch_size
+    index = 16.0 + _number_bytes(slot) * slot.hotness * job.batch_size
     index += _round_up(job.batch_size, 8) if slot.hotness > 1 else 0
     if 8 * job.dim * slot.distinct + index < 8 * job.dim * job.batch_size:
         return slot.distinct, index
