@@ -205,8 +205,8 @@ class PersiaBatch:
     ) -> PersiaBatch:
         """The batch that `to_bytes` wrote. Raises CorruptionError for anything else.
 
-        IDs may take 8 times the memory of the message. Raises ResourceExhaustedError where they take more than
-        `max_id_bytes`.
+        IDs may take 8 times the memory of the message. Raises ResourceExhaustedError where they take more
+        than `max_id_bytes`.
         """
         # A copy: arrays of the batch are views of it, and the caller may fill its buffer anew.
         data = bytes(message)
