@@ -151,6 +151,22 @@ TEST(RowsOfRankTest, ARefusedAnswerKeepsTheRowsOfABatchInFlight) {
   EXPECT_EQ(Take(Must(rank.rows->Pool(reference))), before);
 }
 
+// Whether rows were changed while servers were added cannot be told from the incarnations.
+TEST(RowsOfRankTest, AnotherNumberOfServersEndsTheHoldOfAnIdleRank) {
+  Cluster cluster(1);
+  ByHand rank(cluster);
+  const auto first = rank.Begin();
+  worker::WholeRows answer = rank.Answer(first);
+  const auto reference = Must(rank.rows->Arrive(first.batch, 0, answer)).reference;
+  ASSERT_TRUE(rank.rows->End(reference).ok());
+  auto second = rank.Begin();
+  worker::WholeRows resized = rank.Answer(second);
+  resized.incarnations.push_back(5);
+  EXPECT_TRUE(rank.rows->AsksAgain(*second.batch, resized, &second.request));
+  EXPECT_EQ(rank.num_held(), 0u);
+  rank.rows->Abandon(second.batch);
+}
+
 TEST(RowsOfRankTest, TheEndOfTheContextFreesTheRows) {
   Cluster cluster(1);
   const Idle rank(cluster);

@@ -172,17 +172,16 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
   return AbsentSlots(batch->plan, batch->references.back());
 }
 
-// Another number of servers has taken over the rows and the updates of those before.
 bool ExactRows::AreOthers(std::span<const uint64_t> incarnations) const {
-  return held_.size() > 0 && incarnations.size() == incarnations_.size() &&
-         !std::ranges::equal(incarnations, incarnations_);
+  return held_.size() > 0 && !std::ranges::equal(incarnations, incarnations_);
 }
 
 // A server that has lost its rows begins them anew, while the rank would continue with the old
 // ones. One that replaces another with all rows cannot be told from it.
 Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
   PERSIA_RETURN_IF_ERROR(status_);
-  if (AreOthers(incarnations)) {
+  // Another number of servers has taken over the rows and the updates of those before.
+  if (incarnations.size() == incarnations_.size() && AreOthers(incarnations)) {
     return status_ = FailedPrecondition(
                "a parameter server was started again, or its rows were set, cleared or loaded, "
                "while consistency='exact' held rows of ",
