@@ -430,8 +430,12 @@ def encode_id_features(
 ) -> bytes:
     """Encodes features; the wire format's "ID features"."""
 
-def decode_id_features(message: Buffer) -> list[_IdFeature]:
-    """The features of an "ID features" message, copied; raises CorruptionError, InvalidArgumentError."""
+def decode_id_features(message: Buffer, max_id_bytes: int = 1073741824) -> list[_IdFeature]:
+    """The features of an "ID features" message, copied.
+
+    Raises CorruptionError, InvalidArgumentError, or ResourceExhaustedError where the message packs more than
+    `max_id_bytes` of IDs, 8 bytes each.
+    """
 
 def flatten_samples(
     name: str, samples: Sequence[NDArray[np.uint64] | NDArray[np.int64]]

@@ -200,8 +200,14 @@ class PersiaBatch:
         return _HEADER.pack(_MAGIC, _VERSION, self.requires_grad, 0, len(ids), len(dense)) + ids + dense
 
     @classmethod
-    def from_bytes(cls, message: bytes | bytearray | memoryview) -> PersiaBatch:
-        """The batch that `to_bytes` wrote. Raises CorruptionError for anything else."""
+    def from_bytes(
+        cls, message: bytes | bytearray | memoryview, *, max_id_bytes: int = 1 << 30
+    ) -> PersiaBatch:
+        """The batch that `to_bytes` wrote. Raises CorruptionError for anything else.
+
+        IDs may take 8 times the memory of the message. Raises ResourceExhaustedError where they take more
+        than `max_id_bytes`.
+        """
         # A copy: arrays of the batch are views of it, and the caller may fill its buffer anew.
         data = bytes(message)
         if len(data) < _HEADER.size:
@@ -217,7 +223,8 @@ class PersiaBatch:
             )
         body = memoryview(data)[_HEADER.size :]
         try:
-            ids = [IDTypeFeature._of(*feature) for feature in _native.decode_id_features(body[:id_bytes])]
+            features = _native.decode_id_features(body[:id_bytes], max_id_bytes)
+            ids = [IDTypeFeature._of(*feature) for feature in features]
             dense = decode_dense(body[id_bytes:])
             return cls(
                 ids,

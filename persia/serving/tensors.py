@@ -21,6 +21,7 @@ from persia.errors import InvalidArgumentError
 from persia.storage.signature import DenseInput, IdInput, Signature
 
 INPUT_NAME = "batch"
+_MAX_ID_BYTES = 16 << 20  # as kMaxSampleIdBytes in serving/samples.h
 
 _DATATYPES = {"float16": "FP16", "float32": "FP32", "float64": "FP64", "bool": "BOOL"}
 _DTYPES = {
@@ -164,7 +165,15 @@ def _batch_of_bytes(tensor: Tensor) -> PersiaBatch:
             f"input {INPUT_NAME!r} has shape {list(tensor.shape)} and a {type(content).__name__}: send shape "
             "[1] and the bytes of one batch, over HTTP as binary data (binary_data_size)"
         )
-    return PersiaBatch.from_bytes(content)
+    return decoded_batch(content)
+
+
+def decoded_batch(content: bytes) -> PersiaBatch:
+    """The batch of a request, whose IDs take a bounded multiple of its memory.
+
+    Raises CorruptionError, ResourceExhaustedError.
+    """
+    return PersiaBatch.from_bytes(content, max_id_bytes=max(_MAX_ID_BYTES, len(content)))
 
 
 def _id_feature(feature: IdInput, tensors: dict[str, Tensor], names: Sequence[str]) -> IDTypeFeature:

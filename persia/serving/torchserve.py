@@ -28,7 +28,7 @@ from persia.serving.json_request import tensors_of_json
 from persia.serving.predictor import Predictor
 from persia.serving.protocol import status_of
 from persia.serving.scripts import load_script
-from persia.serving.tensors import INPUT_NAME, batch_of, described, json_values, output_name
+from persia.serving.tensors import INPUT_NAME, batch_of, decoded_batch, described, json_values, output_name
 from persia.storage.manifest import Manifest
 from persia.validation import json_object
 
@@ -116,7 +116,7 @@ class Handler:
         # A batch begins with its magic number, which is no space and no brace.
         if content[:64].lstrip()[:1] == b"{":
             return self._batch(json_object(bytes(content), "the request"))
-        return PersiaBatch.from_bytes(bytes(content))
+        return decoded_batch(bytes(content))
 
     def _encoded(self, answer: Prediction | PersiaError) -> str:
         if isinstance(answer, PersiaError):

@@ -109,9 +109,20 @@ Status CutShort() {
   return Corruption("ID features: the message ends before its last feature does");
 }
 
+// Before memory is taken for them: a byte of the message may become 8.
+Status CheckIdBytes(const IdFeatures& batch, uint64_t num_ids, uint64_t max_id_bytes) {
+  const uint64_t num_bytes = batch.storage_bytes();
+  if (num_bytes <= max_id_bytes && num_ids <= (max_id_bytes - num_bytes) / sizeof(uint64_t)) {
+    return Status::Ok();
+  }
+  return ResourceExhausted("ID features: the IDs of the batch take more than ", max_id_bytes,
+                           " bytes, 8 for each: send smaller batches");
+}
+
 // The offsets and IDs of version 3. Its numbers are the peer's word, and are compared here.
 Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t least,
-                  uint64_t num_distinct, IdFeature* feature, IdFeatures* batch) {
+                  uint64_t num_distinct, uint64_t max_id_bytes, IdFeature* feature,
+                  IdFeatures* batch) {
   const uint32_t id_bytes = flags >> kIdBytesShift;
   const bool numbered = (flags & kNumbered) != 0;
   if ((flags & 0xff & ~kKnownFlags) != 0 || id_bytes < 1 || id_bytes > 8) {
@@ -123,6 +134,8 @@ Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t
     return Corruption("ID features: feature '", feature->name, "' has ", num_distinct,
                       " distinct IDs of ", num_ids);
   }
+  if (num_ids > reader->remaining()) return CutShort();  // each has at least a byte
+  PERSIA_RETURN_IF_ERROR(CheckIdBytes(*batch, num_ids, max_id_bytes));
   feature->offsets = (flags & kOneIdEach) != 0
                          ? OneIdEach(batch->batch_size)
                          : reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
@@ -146,7 +159,7 @@ Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t
 }
 
 // The order of the reads is the format; a message that is cut short shows at the end.
-Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
+Status ReadFeature(ByteReader* reader, uint32_t version, uint64_t max_id_bytes, IdFeatures* batch) {
   const auto name_bytes = reader->Get<uint32_t>();
   const auto flags = reader->Get<uint32_t>();  // reserved in version 1
   const auto num_ids = reader->Get<uint64_t>();
@@ -157,7 +170,7 @@ Status ReadFeature(ByteReader* reader, uint32_t version, IdFeatures* batch) {
     feature.name = reader->GetString(name_bytes);
     if (!reader->ok()) return CutShort();
     PERSIA_RETURN_IF_ERROR(
-        ReadNarrow(reader, flags, num_ids, least, num_distinct, &feature, batch));
+        ReadNarrow(reader, flags, num_ids, least, num_distinct, max_id_bytes, &feature, batch));
   } else {
     feature.name = reader->GetString(name_bytes);
     feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
@@ -208,14 +221,17 @@ class Distinct {
 
 template <typename Value>
 void PutNumbers(ByteWriter* writer, uint8_t bytes, size_t count, Value value) {
+  constexpr size_t kMostKept = size_t{8} << 20;
   thread_local std::vector<std::byte> packed;
   packed.resize(count * bytes);
   PackNumbers(bytes, count, value, packed.data());
   writer->PutArray(std::span<const std::byte>(packed));
+  if (packed.capacity() > kMostKept) packed = {};
 }
 
 void WriteFeature(const IdFeature& feature, Distinct* distinct, ByteWriter* writer) {
-  constexpr size_t kMostNumbered = 1 << 24;  // the table has 8 to 16 bytes for each
+  // The table has 8 to 16 bytes for each, which the thread keeps.
+  constexpr size_t kMostNumbered = 1 << 20;
   const std::span<const uint64_t> ids = feature.ids;
   uint64_t least = 0, greatest = 0;
   if (!ids.empty()) {
@@ -273,7 +289,7 @@ StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   return writer.Release();
 }
 
-StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
+StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message, uint64_t max_id_bytes) {
   ByteReader reader(message);
   const auto magic = reader.Get<uint32_t>();
   const auto version = reader.Get<uint32_t>();
@@ -287,7 +303,7 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message) {
   }
   PERSIA_RETURN_IF_ERROR(CheckHead(batch.batch_size, num_features));
   for (uint32_t i = 0; i < num_features; ++i) {
-    PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, &batch));
+    PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, max_id_bytes, &batch));
   }
   // A message of a newer form would otherwise lose its end silently.
   if (reader.remaining() != 0) {

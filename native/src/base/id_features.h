@@ -19,6 +19,9 @@ namespace persia {
 // As in the published system, whose sample numbers have 16 bits.
 inline constexpr uint32_t kMaxBatchSize = 65535;
 
+// Of IDs that a decoder unpacks: as much as the largest message (net/types.h).
+inline constexpr uint64_t kMaxIdBytes = uint64_t{1} << 30;
+
 // Sample s of a batch has ids[offsets[s] .. offsets[s + 1]).
 struct IdFeature {
   // The slot's name in the embedding config. UTF-8 is not checked here.
@@ -33,6 +36,12 @@ struct IdFeatures {
   std::vector<IdFeature> features;
   // What decoded features view beside the message.
   std::vector<std::shared_ptr<const std::vector<uint64_t>>> storage = {};
+
+  uint64_t storage_bytes() const {
+    uint64_t size = 0;
+    for (const auto& ids : storage) size += ids->size() * sizeof(uint64_t);
+    return size;
+  }
 };
 
 // Numbers the IDs of a feature where distinct IDs and numbers are fewer bytes. kInvalidArgument: no
@@ -41,8 +50,9 @@ struct IdFeatures {
 StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch);
 
 // Views into the result and into `message`, which must start at a multiple of 8 and outlive them.
-// IDs may take 8 times the memory of the message. kCorruption: not the form of the wire format;
-// otherwise as EncodeIdFeatures.
-StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message);
+// Unpacked IDs may take 8 times the memory of the message. kResourceExhausted: they take more than
+// `max_id_bytes`. kCorruption: not the form of the wire format; otherwise as EncodeIdFeatures.
+StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message,
+                                      uint64_t max_id_bytes = kMaxIdBytes);
 
 }  // namespace persia

@@ -162,6 +162,18 @@ Buffer Numbered() {
   return Encoded({40, {{"age", column.offsets, column.ids}}});
 }
 
+// Of all features together.
+TEST(IdFeatures, UnpackedIdsHaveABound) {
+  const auto column = OneEach(40, [](uint64_t i) { return SignHash(i % 4); });
+  const Buffer message =
+      Encoded({40, {{"age", column.offsets, column.ids}, {"height", column.offsets, column.ids}}});
+  auto decoded = DecodeIdFeatures(message.span(), 2 * 40 * 8);
+  ASSERT_TRUE(decoded.ok());
+  EXPECT_EQ(decoded->storage_bytes(), 2u * 40 * 8);
+  const Status refused = DecodeIdFeatures(message.span(), 2 * 40 * 8 - 1).status();
+  EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused.ToString();
+}
+
 TEST(IdFeatures, MalformedWidthsAndNumbersAreCorruption) {
   constexpr size_t kFlags = 16 + 4, kNumIds = 16 + 8, kNumDistinct = 16 + 24, kRest = 16 + 32 + 8;
   const auto code_with = [](size_t place, uint64_t value, size_t num_bytes) {

@@ -79,10 +79,10 @@ py::array_t<T> CopyOf(std::span<const T> values) {
   return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
-py::list IdFeaturesToList(const py::buffer& message) {
+py::list IdFeaturesToList(const py::buffer& message, uint64_t max_id_bytes) {
   const BytesArgument argument(message, "message");
   const IdFeatures batch =
-      ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes()); }));
+      ValueOrRaise(WithoutGil([&] { return DecodeIdFeatures(argument.bytes(), max_id_bytes); }));
   py::list features;
   for (const IdFeature& feature : batch.features) {
     py::object weights = py::none();
@@ -97,7 +97,8 @@ py::list IdFeaturesToList(const py::buffer& message) {
 
 void BindIdFeatures(py::module_& module) {
   module.def("encode_id_features", &EncodeFeatures, py::arg("batch_size"), py::arg("features"));
-  module.def("decode_id_features", &IdFeaturesToList, py::arg("message"));
+  module.def("decode_id_features", &IdFeaturesToList, py::arg("message"),
+             py::arg("max_id_bytes") = kMaxIdBytes);
 }
 
 }  // namespace persia::bindings

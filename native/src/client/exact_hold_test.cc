@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <memory>
 #include <numeric>
 #include <vector>
 
@@ -29,6 +30,34 @@ struct Idle {
     ExactRank(cluster, client, 4, 1).Train(20);
     EXPECT_GT(client.exact_rows()->metrics()["num_held_rows"], 0u);
   }
+};
+
+// ExactRows that a test drives call by call.
+struct ByHand {
+  struct Lookup {
+    worker::LookupWholeRequest request;  // views the batch
+    ExactRows::BatchPtr batch;
+  };
+
+  explicit ByHand(Cluster& of) : cluster(of) {
+    EXPECT_TRUE(cluster.client().Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
+    const auto slots = testing::Slots();
+    rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0));
+    EXPECT_TRUE(rows->Configure(Config(OptimizerKind::kAdam)).ok());
+  }
+  Lookup Begin() {
+    Lookup lookup;
+    lookup.request.key = cluster.Register(BatchOf(0));
+    lookup.batch = Must(rows->Begin(BatchOf(0), &lookup.request, Soon()));
+    return lookup;
+  }
+  worker::WholeRows Answer(const Lookup& lookup) {
+    return Must(cluster.worker(0).LookupWhole(lookup.request, Soon()));
+  }
+  uint64_t num_held() const { return rows->metrics()["num_held_rows"]; }
+
+  Cluster& cluster;
+  std::unique_ptr<ExactRows> rows;
 };
 
 // That the next loop begins with the rows of the servers, with several lookups at once.
@@ -105,6 +134,37 @@ TEST(RowsOfRankTest, RowsThatAnotherClientChangesUnderBatchesInFlightAreAnError)
       cluster.client().LookupWhole(cluster.Register(BatchOf(0)), BatchOf(0), Soon()).status();
   EXPECT_EQ(failed.code(), StatusCode::kFailedPrecondition) << failed.ToString();
   EXPECT_NE(failed.message().find("set, cleared or loaded"), std::string::npos);
+}
+
+// Two lookups ask for the same rows; the second answer lacks its last float.
+TEST(RowsOfRankTest, ARefusedAnswerKeepsTheRowsOfABatchInFlight) {
+  Cluster cluster(1);
+  ByHand rank(cluster);
+  const auto first = rank.Begin(), second = rank.Begin();
+  const auto reference = Must(rank.rows->Arrive(first.batch, 0, rank.Answer(first))).reference;
+  const uint64_t num_held = rank.num_held();
+  const auto before = Take(Must(rank.rows->Pool(reference)));
+  worker::WholeRows cut = rank.Answer(second);
+  cut.rows[0] = cut.rows[0].first(cut.rows[0].size() - 1);
+  EXPECT_EQ(rank.rows->Arrive(second.batch, 0, cut).status().code(), StatusCode::kCorruption);
+  EXPECT_EQ(rank.num_held(), num_held);
+  EXPECT_EQ(Take(Must(rank.rows->Pool(reference))), before);
+}
+
+// Whether rows were changed while servers were added cannot be told from the incarnations.
+TEST(RowsOfRankTest, AnotherNumberOfServersEndsTheHoldOfAnIdleRank) {
+  Cluster cluster(1);
+  ByHand rank(cluster);
+  const auto first = rank.Begin();
+  worker::WholeRows answer = rank.Answer(first);
+  const auto reference = Must(rank.rows->Arrive(first.batch, 0, answer)).reference;
+  ASSERT_TRUE(rank.rows->End(reference).ok());
+  auto second = rank.Begin();
+  worker::WholeRows resized = rank.Answer(second);
+  resized.incarnations.push_back(5);
+  EXPECT_TRUE(rank.rows->AsksAgain(*second.batch, resized, &second.request));
+  EXPECT_EQ(rank.num_held(), 0u);
+  rank.rows->Abandon(second.batch);
 }
 
 TEST(RowsOfRankTest, TheEndOfTheContextFreesTheRows) {

@@ -152,10 +152,14 @@ bool ExactRows::AsksAgain(Batch& batch, const worker::WholeRows& answer,
 StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t worker_index,
                                                  const worker::WholeRows& answer) {
   const std::lock_guard lock(mutex_);
+  std::vector<uint64_t> inserted;
   Status status = CheckServers(answer.incarnations);
-  if (status.ok()) status = Insert(*batch, answer);
+  if (status.ok()) status = Insert(*batch, answer, &inserted);
   if (!status.ok()) {
-    Discard(*batch);
+    // Only rows that this answer brought may be of another config: a batch in flight may need
+    // those that were held before it.
+    for (const uint64_t sign : inserted) held_.Drop(sign);
+    EndUse(*batch);
     return status;
   }
   // Under its first name, too: that is the one by which the batch moves again.
@@ -168,17 +172,16 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
   return AbsentSlots(batch->plan, batch->references.back());
 }
 
-// Another number of servers has taken over the rows and the updates of those before.
 bool ExactRows::AreOthers(std::span<const uint64_t> incarnations) const {
-  return held_.size() > 0 && incarnations.size() == incarnations_.size() &&
-         !std::ranges::equal(incarnations, incarnations_);
+  return held_.size() > 0 && !std::ranges::equal(incarnations, incarnations_);
 }
 
 // A server that has lost its rows begins them anew, while the rank would continue with the old
 // ones. One that replaces another with all rows cannot be told from it.
 Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
   PERSIA_RETURN_IF_ERROR(status_);
-  if (AreOthers(incarnations)) {
+  // Another number of servers has taken over the rows and the updates of those before.
+  if (incarnations.size() == incarnations_.size() && AreOthers(incarnations)) {
     return status_ = FailedPrecondition(
                "a parameter server was started again, or its rows were set, cleared or loaded, "
                "while consistency='exact' held rows of ",
@@ -191,7 +194,8 @@ Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
 // Walks the wanted signs in the order in which the worker asked its servers for them, so that each
 // server's rows are taken from the front. Rows have different lengths where feature groups have
 // different optimizers: too few or too many floats show another config.
-Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
+Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer,
+                         std::vector<uint64_t>* inserted) {
   const auto num_servers = static_cast<uint32_t>(answer.rows.size());
   std::vector<std::span<const float>> left = answer.rows;
   const store::RowPolicy* policy = nullptr;
@@ -215,8 +219,10 @@ Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
       }
       // The row may have arrived with another batch meanwhile, and have updates that these floats
       // lack: then it stays.
-      PERSIA_ASSIGN_OR_RETURN(batch.cells[number],
+      PERSIA_ASSIGN_OR_RETURN(const HeldRows::Inserted row,
                               held_.Insert(sign, shape, rows.data(), batch.number));
+      batch.cells[number] = row.cell;
+      if (row.is_new) inserted->push_back(sign);
       rows = rows.subspan(num_floats);
       ++num_fetched;
     }
@@ -230,15 +236,10 @@ Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer) {
 
 void ExactRows::Abandon(const BatchPtr& batch) {
   const std::lock_guard lock(mutex_);
-  Discard(*batch);
+  EndUse(*batch);
 }
 
-// Rows that it has brought, and that no later batch uses, may be of another config.
-void ExactRows::Discard(const Batch& batch) {
-  for (uint32_t number = 0; number < batch.cells.size(); ++number) {
-    if (!batch.Wants(number) || batch.cells[number] == HeldRows::kNoCell) continue;
-    held_.Drop(batch.signs()[number], batch.number);
-  }
+void ExactRows::EndUse(const Batch& batch) {
   in_use_.erase(batch.number);
   EndLookup(batch);
 }

@@ -131,15 +131,16 @@ class ExactRows {
   void Want(Batch& batch, worker::LookupWholeRequest* request);
   bool AreOthers(std::span<const uint64_t> incarnations) const;
   Status CheckServers(std::span<const uint64_t> incarnations);
-  Status Insert(Batch& batch, const worker::WholeRows& answer);
+  // Adds the signs of rows that were not held to `inserted`, even if it fails.
+  Status Insert(Batch& batch, const worker::WholeRows& answer, std::vector<uint64_t>* inserted);
   StatusOr<BatchPtr> Find(const worker::BatchReference& reference) const;
   void Replay(Batch& batch);
   void EndLocked(const BatchPtr& batch);
   void EndLookup(const Batch& batch);
   // Ends the need of ended batches for their rows, where no lookup needs them any more.
   void Drain();
-  // Without an answer, or with one that is not right.
-  void Discard(const Batch& batch);
+  // Of a batch without an answer, or with one that is not right.
+  void EndUse(const Batch& batch);
 
   const worker::SlotTable slots_;
   const worker::SlotMask served_;

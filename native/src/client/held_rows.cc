@@ -64,16 +64,17 @@ uint64_t HeldRows::Use(std::span<const uint64_t> signs, uint64_t batch, std::spa
   return num_held;
 }
 
-StatusOr<uint32_t> HeldRows::Insert(uint64_t sign, const store::RowShape& shape,
-                                    const float* floats, uint64_t batch) {
+StatusOr<HeldRows::Inserted> HeldRows::Insert(uint64_t sign, const store::RowShape& shape,
+                                              const float* floats, uint64_t batch) {
   const uint64_t key = SignKey(sign);
   if (SignIndex::Entry* entry = index_.Find(key)) {
     Touch(entry, batch);
-    return entry->cell;
+    return Inserted{entry->cell, false};
   }
   const uint32_t cell = slabs_.Allocate(slabs_.FindOrAddPool(shape));
   const auto stamp = static_cast<uint32_t>(batch);
   if (cell == kNoCell || !index_.Insert({key, cell, stamp})) {
+    if (cell != kNoCell) slabs_.Free(cell);
     return ResourceExhausted("there is no memory for the rows of the batches in flight");
   }
   store::SetWholeRow(floats, shape, slabs_.View(cell));
@@ -81,7 +82,7 @@ StatusOr<uint32_t> HeldRows::Insert(uint64_t sign, const store::RowShape& shape,
   Count(stamp, 1);
   num_bytes_ += slabs_.row_bytes(cell) + kEntryBytes;
   ++num_inserted_;
-  return cell;
+  return Inserted{cell, true};
 }
 
 void HeldRows::Remove(SignIndex::Entry* entry) {
@@ -91,9 +92,8 @@ void HeldRows::Remove(SignIndex::Entry* entry) {
   index_.Erase(entry);
 }
 
-void HeldRows::Drop(uint64_t sign, uint64_t batch) {
-  SignIndex::Entry* entry = index_.Find(SignKey(sign));
-  if (entry != nullptr && entry->stamp == static_cast<uint32_t>(batch)) Remove(entry);
+void HeldRows::Drop(uint64_t sign) {
+  if (SignIndex::Entry* entry = index_.Find(SignKey(sign))) Remove(entry);
 }
 
 // The batch number than which more than an eighth of the rows are older, and as many as are too

@@ -26,12 +26,15 @@ class HeldRows {
   // Fills in the cells of signs that are held, which batch number `batch` uses from now on; those
   // of others become kNoCell. Returns how many are held. Batch numbers must not decrease.
   uint64_t Use(std::span<const uint64_t> signs, uint64_t batch, std::span<uint32_t> cells);
-  // The cell of a row that is inserted, or of the one that is held already, whose values stay.
+  struct Inserted {
+    uint32_t cell;
+    bool is_new;  // false: the row was held already, and its values stay
+  };
   // kResourceExhausted: no memory.
-  StatusOr<uint32_t> Insert(uint64_t sign, const store::RowShape& shape, const float* floats,
+  StatusOr<Inserted> Insert(uint64_t sign, const store::RowShape& shape, const float* floats,
                             uint64_t batch);
-  // Removes a row that only batch number `batch` has used last.
-  void Drop(uint64_t sign, uint64_t batch);
+  // Removes a row that was new, before another batch uses it.
+  void Drop(uint64_t sign);
   // Evicts rows beyond the bound that no batch from `oldest` on has used, the oldest ones first,
   // about. Walks a bounded part of the index, in proportion to the rows inserted since the last
   // call.

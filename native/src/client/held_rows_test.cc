@@ -36,9 +36,9 @@ TEST(HeldRowsTest, KeepsTheValuesOfARowThatIsHeld) {
   const auto signs = Signs(1, 3);
   EXPECT_EQ(Look(rows, signs, 1), 0u);
   const std::vector<float> stale(8, -1.0f);
-  auto cell = rows.Insert(2, kShape, stale.data(), 2);
-  ASSERT_TRUE(cell.ok());
-  EXPECT_EQ(rows.values(*cell)[0], 2.0f);
+  auto row = rows.Insert(2, kShape, stale.data(), 2);
+  ASSERT_TRUE(row.ok());
+  EXPECT_EQ(rows.values(row->cell)[0], 2.0f);
   EXPECT_EQ(Look(rows, signs, 3), 3u);
   rows.Clear();
   EXPECT_EQ(rows.size(), 0u);
@@ -65,13 +65,14 @@ TEST(HeldRowsTest, ALateAnswerMakesNoRowOlder) {
   EXPECT_EQ(rows.size(), 10u);
 }
 
-TEST(HeldRowsTest, DropsOnlyRowsOfTheBatch) {
+TEST(HeldRowsTest, TellsRowsThatAreNew) {
   HeldRows rows(0);
-  Look(rows, Signs(0, 2), 1);
-  Look(rows, Signs(1, 1), 2);
-  for (const uint64_t sign : {0, 1, 2}) rows.Drop(sign, 1);
-  EXPECT_EQ(rows.size(), 1u);
-  EXPECT_EQ(Look(rows, Signs(1, 1), 3), 1u);
+  const std::vector<float> row(8, 1.0f);
+  EXPECT_TRUE(rows.Insert(1, kShape, row.data(), 1)->is_new);
+  EXPECT_FALSE(rows.Insert(1, kShape, row.data(), 2)->is_new);
+  for (const uint64_t sign : {1, 2}) rows.Drop(sign);
+  EXPECT_EQ(rows.size(), 0u);
+  EXPECT_TRUE(rows.Insert(1, kShape, row.data(), 3)->is_new);
 }
 
 // New rows in each batch, and some that are frequent.

@@ -8,7 +8,7 @@ namespace persia::serving {
 // Called by the thread that has just answered the request. It copies nothing: the samples are
 // encoded by the thread that logs.
 void AnsweredRequests::Offer(std::shared_ptr<const Samples> samples) {
-  const uint64_t num_bytes = samples->memory.size();
+  const uint64_t num_bytes = samples->memory_bytes();
   Push({std::move(samples), {}, num_bytes});
 }
 

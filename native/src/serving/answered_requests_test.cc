@@ -31,6 +31,16 @@ TEST(AnsweredRequestsTest, WhatWaitsHasABoundInBytes) {
   EXPECT_EQ(num_kept + num_dropped, 10u);
 }
 
+// IDs that repeat travel as a byte each, and wait as 8.
+TEST(AnsweredRequestsTest, UnpackedIdsCountAsBytesThatWait) {
+  constexpr uint64_t kNumIds = 1000;
+  const auto batch = BatchOf(std::vector<uint64_t>(kNumIds, 1), std::vector<float>(kNumIds, 1));
+  ASSERT_LT(batch.size(), kNumIds * sizeof(uint64_t));
+  const auto log = LogOfAll(kNumIds * sizeof(uint64_t));
+  log->Offer(std::make_shared<Samples>(DecodeSamples(BytesOf(batch)).value()));
+  EXPECT_FALSE(log->HasRoom());
+}
+
 class LogTest : public FrontTest {};
 
 TEST_F(LogTest, ALogThatHangsRefusesNoRequest) {

@@ -20,6 +20,13 @@ namespace {
 
 using namespace testing;  // NOLINT: this layer's own test helpers
 
+// Of 4,000 IDs that take 8 bytes each on the wire, too: 48 KB, and 80 KB with its unpacked IDs.
+std::string LargeRequest() {
+  std::vector<uint64_t> ids(4000);
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = i << 50;
+  return RequestOf(BatchOf(ids, std::vector<float>(ids.size(), 1)));
+}
+
 class BoundsTest : public FrontTest {
  protected:
   // Of a call for Python.
@@ -123,8 +130,7 @@ TEST_F(BoundsTest, AnAnsweredCallHoldsNoHalfMessage) {
   const std::string announced("\0\0\0\xea\x60", 5);  // 60,000 bytes
   slow.BeginAndStop("/a.B/C", announced + std::string(59'000, 'x'));
   const CallId half = Begun();
-  const std::string request =
-      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  const std::string request = LargeRequest();
   Client other(port_);
   ASSERT_TRUE(Eventually([&] { return other.Call(kInfer, request).status == "8"; }));
   front_->Send(half, "an answer that is not taken");
@@ -175,8 +181,7 @@ TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
   Start(options);
   Client client(port_);
   const std::string small = RequestOf(BatchOf({7}, {1}));
-  const std::string large =
-      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  const std::string large = LargeRequest();
   const int32_t given_up = client.Begin(kInfer, large);
   ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() > 0; }));
   client.Cancel(given_up);
@@ -185,6 +190,24 @@ TEST_F(BoundsTest, RequestsThatWereGivenUpAreHeldUntilTheyLeaveTheQueue) {
   StartComputing();
   EXPECT_EQ(client.Call(kInfer, small).status, "0");
   EXPECT_EQ(client.Call(kInfer, large).status, "0");
+}
+
+TEST_F(BoundsTest, UnpackedIdsCountAsHeldBytes) {
+  queue_ = std::make_shared<RequestQueue>(QueueOptions{.max_batch_size = 10'000, .max_queued = 9});
+  FrontOptions options;
+  options.grpc.max_held_bytes = 60'000;
+  Start(options);
+  Client client(port_);
+  // 5 bytes of an ID and its age, and 8 of an ID that is unpacked.
+  const std::string request =
+      RequestOf(BatchOf(std::vector<uint64_t>(4000, 7), std::vector<float>(4000, 1)));
+  ASSERT_LT(2 * request.size(), options.grpc.max_held_bytes);
+  const int32_t first = client.Begin(kInfer, request);
+  ASSERT_TRUE(Eventually([&] { return queue_->num_waiting() > 0; }));
+  EXPECT_EQ(client.Call(kInfer, request).status, "8");
+  StartComputing();
+  EXPECT_EQ(client.End(first).status, "0");
+  EXPECT_EQ(client.Call(kInfer, request).status, "0");
 }
 
 TEST_F(BoundsTest, ConnectionsWithoutCallsMakeRoom) {

@@ -201,7 +201,9 @@ StatusOr<Samples> DecodeSamples(std::span<const std::byte> content) {
     return Corruption("a batch of ", id_bytes, " + ", dense_bytes, " bytes came with ", left);
   }
   const auto body = std::as_const(samples.memory).span().last(left);
-  PERSIA_ASSIGN_OR_RETURN(samples.ids, DecodeIdFeatures(body.first(id_bytes)));
+  PERSIA_ASSIGN_OR_RETURN(samples.ids,
+                          DecodeIdFeatures(body.first(id_bytes),
+                                           std::max(kMaxSampleIdBytes, uint64_t{content.size()})));
   if (samples.size() == 0) return InvalidArgument("the batch has no samples");
   PERSIA_RETURN_IF_ERROR(ReadDense(body.subspan(id_bytes), &samples));
   samples.is_batch = true;

@@ -39,9 +39,15 @@ struct Samples {
   bool is_batch = false;  // `memory` is what `PersiaBatch.to_bytes` made, with labels and metadata
 
   uint32_t size() const { return ids.batch_size; }
+  uint64_t memory_bytes() const { return memory.size() + ids.storage_bytes(); }
 };
 
-// A copy of what `PersiaBatch.to_bytes` made; labels and metadata are left out. kCorruption or
+// Of a request's unpacked IDs, as many as the message has bytes, or as the largest message has by
+// default (GrpcOptions). persia/serving/tensors.py has the same bound.
+inline constexpr uint64_t kMaxSampleIdBytes = uint64_t{16} << 20;
+
+// A copy of what `PersiaBatch.to_bytes` made; labels and metadata are left out. kResourceExhausted:
+// its IDs take more memory than kMaxSampleIdBytes and more than `content`. kCorruption or
 // kInvalidArgument for anything else.
 StatusOr<Samples> DecodeSamples(std::span<const std::byte> content);
 

@@ -104,8 +104,7 @@ StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots
     batch.features_.push_back(feature);
   }
   PERSIA_RETURN_IF_ERROR(CheckNumSigns(batch.features_));
-  batch.size_bytes_ = bytes.size();
-  for (const auto& ids : decoded.storage) batch.size_bytes_ += ids->size() * sizeof(uint64_t);
+  batch.size_bytes_ = bytes.size() + decoded.storage_bytes();
   batch.bytes_ = std::move(bytes);  // the features' views stay where they are
   batch.ids_ = std::move(decoded.storage);
   return batch;

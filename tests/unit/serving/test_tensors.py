@@ -7,9 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from persia.errors import InvalidArgumentError
+from persia.embedding.data import IDTypeFeature, PersiaBatch
+from persia.errors import InvalidArgumentError, ResourceExhaustedError
 from persia.serving.protocol import message_of
-from persia.serving.tensors import Tensor, batch_of, tensor_of_list
+from persia.serving.tensors import Tensor, batch_of, decoded_batch, tensor_of_list
 from persia.storage.signature import DenseInput, IdInput, Signature
 
 USER = IdInput(name="user", shape=(2,), raw=False)
@@ -32,6 +33,15 @@ def test_a_name_of_two_features_is_refused(signature: Signature) -> None:
     """One tensor would otherwise be given to the model twice."""
     with pytest.raises(InvalidArgumentError, match=r"named anonymous, .* send one input 'batch'"):
         batch_of(given("anonymous"), signature)
+
+
+def test_ids_that_are_unpacked_have_a_bound() -> None:
+    """A request of 3 MB whose IDs, all equal, would take 24 MB."""
+    samples = [np.full(3_000_000, 7, np.uint64)]
+    content = PersiaBatch([IDTypeFeature("user", samples)], requires_grad=False).to_bytes()
+    assert len(content) < 4_000_000
+    with pytest.raises(ResourceExhaustedError, match="send smaller batches"):
+        decoded_batch(content)
 
 
 def test_strings_may_be_nested() -> None:
