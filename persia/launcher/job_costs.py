@@ -253,19 +253,22 @@ def work(job: Job, traffic: Traffic, num_servers: int) -> dict[str, Work]:
 
 
 def _sent_ids(slot: SlotLoad, job: Job) -> float:
-    """Bytes of the IDs of a data loader with their offsets. IDs are taken for hashes of 8 bytes."""
+    """Bytes of the IDs of a data loader with their offsets. IDs are taken for numbers below `rows`."""
     offsets = _round_up(4 * (job.batch_size + 1), 8) if slot.hotness > 1 else 0
-    num_ids = slot.hotness * job.batch_size
-    return offsets + min(8 * num_ids, 8 * slot.distinct + _number_bytes(slot) * num_ids)
+    num_ids, id_bytes = slot.hotness * job.batch_size, _number_bytes(slot.rows)
+    return offsets + min(
+        id_bytes * num_ids, id_bytes * slot.distinct + _number_bytes(slot.distinct) * num_ids
+    )
 
 
-def _number_bytes(slot: SlotLoad) -> int:
-    return max(1, math.ceil(math.log2(max(slot.distinct, 2)) / 8))
+def _number_bytes(count: float) -> int:
+    """Bytes of a number below `count`."""
+    return max(1, math.ceil(math.log2(max(count, 2)) / 8))
 
 
 def _sent_rows(slot: SlotLoad, job: Job) -> tuple[float, float]:
     """Rows between worker and rank, and bytes of their index: 0 for pooled embeddings (ADR 39)."""
-    index = 16.0 + _number_bytes(slot) * slot.hotness * job.batch_size
+    index = 16.0 + _number_bytes(slot.distinct) * slot.hotness * job.batch_size
     index += _round_up(job.batch_size, 8) if slot.hotness > 1 else 0
     if 8 * job.dim * slot.distinct + index < 8 * job.dim * job.batch_size:
         return slot.distinct, index

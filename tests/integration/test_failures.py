@@ -123,8 +123,9 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
     # A rank talks to embedding workers only: it may have given up before the worker could say who is missing.
     # It may also be the loader who was the first to notice.
     assert re.search(rf"embedding[- ]worker 0|{role} 0", error)
-    # Lookups under way end by their own deadline, which is longer than a failed context waits.
-    assert [name for name in job.reports[0]["threads"] if not name.startswith("persia-lookup")] == []
+    # Calls under way end by their own deadline, which is longer than a failed context waits.
+    calls = ("persia-lookup", "persia-gradient")
+    assert [name for name in job.reports[0]["threads"] if not name.startswith(calls)] == []
 
 
 def test_batches_of_a_killed_worker_continue_on_the_other(start_job: Any, tmp_path: Path) -> None:

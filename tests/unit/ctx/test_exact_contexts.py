@@ -24,6 +24,7 @@ from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.gradients import GradientSender
 from persia.pipeline.lookup import BatchLease
+from persia.waiting import Attempts
 
 from .conftest import DIM
 
@@ -148,6 +149,9 @@ def test_a_load_follows_a_loop_that_was_left(
         for number, batch in enumerate(DataLoader(make_dataset(40), embedding_staleness=8)):
             ctx.backward(ctx.forward(batch)[0].sum())
             if number == 3:
+                for _ in Attempts(60.0):  # until a batch is looked up ahead
+                    if ctx.staleness.in_flight:
+                        break
                 with pytest.raises(FailedPreconditionError, match="do it before the loop or after it"):
                     ctx.load_checkpoint(checkpoint)
                 break

@@ -13,7 +13,6 @@ from click.testing import CliRunner
 
 from persia.data import FeatureSpec, SyntheticClicks
 from persia.data.synthetic import CRITEO_CARDINALITIES
-from persia.embedding.data import IDTypeFeature, PersiaBatch
 from persia.errors import ConfigError
 from persia.launcher import cli, heap, job_costs, job_plan
 from persia.launcher import plan as plan_command
@@ -325,23 +324,17 @@ def test_distinct_ids_of_a_power_law(alpha: float) -> None:
 
 def test_bytes_of_the_messages_of_a_data_loader() -> None:
     clicks = SyntheticClicks([1000, 50], hotness=[1, 3], num_batches=1, batch_size=512)
-    dense = clicks.make(0, requires_grad=True).encode_dense()
-    random = np.random.default_rng(0)
-    # Hashes: every other one of the first slot repeats, and nearly all of the second.
-    columns = [
-        random.choice(random.integers(2**63, size=size, dtype=np.uint64), (512, hotness))
-        for size, hotness in ((300, 1), (50, 3))
-    ]
-    features = [IDTypeFeature(f"cat_{i}.bin", list(column)) for i, column in enumerate(columns)]
-    ids = PersiaBatch(features, requires_grad=False).encode_id_features()
+    batch = clicks.make(0, requires_grad=True)
+    ids = batch.encode_id_features()
+    distinct = [len(np.unique(column)) for column in clicks.columns(0)[1]]
     slots = [
-        SlotLoad(name=f"cat_{i}.bin", hotness=column.shape[1], rows=1, distinct=len(np.unique(column)))
-        for i, column in enumerate(columns)
+        SlotLoad(name=f"cat_{i}.bin", hotness=hotness, rows=rows, distinct=distinct[i])
+        for i, (hotness, rows) in enumerate(((1, 1000), (3, 50)))
     ]
     traffic = Traffic.of(Job(batch_size=512, dim=8, slots=slots), 1, 1)
     sent = len(IdsRequest(0, 1, ids).encode())
     assert traffic.id_features == pytest.approx(sent, rel=0.01)
-    submitted = SubmittedBatch(0, 0, 0, 0, 0, 1, 1, dense, ids)
+    submitted = SubmittedBatch(0, 0, 0, 0, 0, 1, 1, batch.encode_dense(), ids)
     assert traffic.submitted == pytest.approx(len(submitted.encode()), rel=0.01)
 
 

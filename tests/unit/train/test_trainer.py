@@ -108,7 +108,8 @@ def test_what_training_waits_for_batches_is_measured() -> None:
     before = WAIT_FOR_BATCH.stats.snapshot()[1]
     fit = Job().fit(Trainer(Clicks(8), Clicks(2, first=50)))
     # Training waits for its first batch at least; the evaluations have waited, too.
-    assert 0 < fit.waited_s < WAIT_FOR_BATCH.stats.snapshot()[1] - before
+    # Both clocks run for the same waits, and the outer one for the calls around them.
+    assert 0 < fit.waited_s < WAIT_FOR_BATCH.stats.snapshot()[1] - before + 0.1
 
 
 @pytest.mark.parametrize("wrong", ["train", "valid"])
