@@ -24,7 +24,7 @@ _MEMORY = "/dev/shm"  # for checkpoints, where there is one
 # Shares of the seeds: with reads beside the training, and with a second parameter server.
 _READS = 0.3
 _TWO_SERVERS = 0.2
-_TWO_LOADERS = 8  # one seed in so many has two data loaders, none of which found a bug with one
+_TWO_LOADERS = 8  # one seed in so many has two data loaders
 _ROLLS_BACK = 0.1  # takes checkpoints and goes back to them
 
 
