@@ -127,8 +127,8 @@ def _against_arrays() -> Iterable[Comparison]:
     """fbgemm is the fastest peer where it has the optimizer; of plain torch both layouts run."""
     dims = (16, 64, 128)
     floors: dict[Optimizer, tuple[float, ...]] = {
-        "adagrad": (1.5, 1.4, 1.2),
-        "rowwise_adagrad": (0.8, 1.0, 1.0),
+        "adagrad": (2.5, 1.7, 1.6),
+        "rowwise_adagrad": (1.1, 1.0, 1.0),
     }
     for optimizer in floors:
         for dim, floor in zip(dims, floors[optimizer], strict=True):
@@ -151,7 +151,7 @@ def _against_hash_table() -> Iterable[Comparison]:
 
 def _other_work() -> Iterable[Comparison]:
     optimizers: tuple[Optimizer, ...] = ("adagrad", "rowwise_adagrad")
-    for optimizer, floors in zip(optimizers, ((1.2, 1.2), (0.8, 0.9)), strict=True):
+    for optimizer, floors in zip(optimizers, ((1.5, 1.7), (0.8, 0.9)), strict=True):
         for dim, floor in zip((16, 64), floors, strict=True):
             name = f"multi-hot/{optimizer}"
             yield _versus(name, "fbgemm", "train", optimizer, dim, floor, workload=_MULTI_HOT)
@@ -160,7 +160,7 @@ def _other_work() -> Iterable[Comparison]:
     yield _versus("lookup", "fbgemm", "lookup", "adagrad", 16, 0.6)
     yield _versus("lookup", "tfra", "lookup", "adagrad", 16, 4.0)
     for dim in (64, 128):
-        yield _versus("lookup", "fbgemm", "lookup", "adagrad", dim)
+        yield _versus("lookup", "fbgemm", "lookup", "adagrad", dim, 0.85)
     yield _versus("mlp", "fbgemm", "mlp", "adagrad", 16, 1.1, unit="samples/s")
     for peer in ("torch-tables", "torch-fused", "torchrec", "tfra"):
         yield _versus("mlp", peer, "mlp", "adagrad", 16, unit="samples/s")

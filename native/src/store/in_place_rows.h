@@ -76,9 +76,10 @@ class RecentRows {
 
   // Before a lookup of so many signs. Forgets all rows if `num_removals`, the store's, has changed.
   void Begin(size_t num_signs, uint64_t num_removals) {
-    size_t size = std::bit_ceil(std::clamp<size_t>(num_signs / 8, 16, kMaxRows));
+    size_t size = std::bit_ceil(std::clamp<size_t>(num_signs / 8, 16, kMinLimit));
     if (num_removals == num_removals_ && rows_.size() >= size) {
-      if (num_misses_ <= 2 * rows_.size() || rows_.size() == kMaxRows) return;
+      const size_t limit = std::clamp(std::bit_floor(num_signs / 4), kMinLimit, kMaxLimit);
+      if (num_misses_ <= 2 * rows_.size() || rows_.size() >= limit) return;
       size = 2 * rows_.size();
     }
     rows_.assign(size, {0, nullptr});
@@ -90,8 +91,9 @@ class RecentRows {
   void CountMisses(size_t count) { num_misses_ += count; }
 
  private:
-  // 64 KiB of a group: larger caches save fewer searches than their own misses cost.
-  static constexpr size_t kMaxRows = 4096;
+  // Of a group, 64 KiB; and 256 KiB for lookups that read most of it several times. Larger caches
+  // save fewer searches than their own misses cost.
+  static constexpr size_t kMinLimit = 4096, kMaxLimit = 16384;
 
   std::vector<Row> rows_;  // a power of two
   uint64_t num_removals_ = 0;

@@ -152,6 +152,25 @@ TEST(InPlaceRowsTest, ReadsSignsThatRepeat) {
   }
 }
 
+// Two keys have the same place if they differ in higher bits only than the number of places has.
+TEST(RecentRowsTest, OnlyLookupsOfManySignsGetMoreThan4096Places) {
+  const auto grow = [](RecentRows* recent, size_t num_signs) {
+    for (int lookup = 0; lookup < 20; ++lookup) {
+      recent->Begin(num_signs, 0);
+      recent->CountMisses(1 << 20);
+    }
+  };
+  RecentRows recent;
+  grow(&recent, 16'384);
+  EXPECT_NE(&recent.Of(0), &recent.Of(2048));
+  EXPECT_EQ(&recent.Of(0), &recent.Of(4096));
+  grow(&recent, 1 << 20);
+  EXPECT_NE(&recent.Of(0), &recent.Of(8192));
+  EXPECT_EQ(&recent.Of(0), &recent.Of(16'384));
+  grow(&recent, 16);  // fewer signs leave it as it is
+  EXPECT_NE(&recent.Of(0), &recent.Of(8192));
+}
+
 // Of several shapes of rows: the count lies behind the state, which must not touch it.
 TEST(InPlaceRowsTest, UpdatesAreCountedWithBothKindsOfCalls) {
   for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdam, OptimizerKind::kAdagrad,

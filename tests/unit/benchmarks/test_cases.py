@@ -11,17 +11,17 @@ from benchmarks.systems import SYSTEMS
 from benchmarks.workload import CRITEO_KAGGLE_CARDINALITIES
 
 FLOORS = {
-    "train/adagrad/fbgemm/16": 1.5,
-    "train/adagrad/fbgemm/64": 1.4,
-    "train/adagrad/fbgemm/128": 1.2,
-    "train/rowwise_adagrad/fbgemm/16": 0.8,
+    "train/adagrad/fbgemm/16": 2.5,
+    "train/adagrad/fbgemm/64": 1.7,
+    "train/adagrad/fbgemm/128": 1.6,
+    "train/rowwise_adagrad/fbgemm/16": 1.1,
     "train/rowwise_adagrad/fbgemm/64": 1.0,
     "train/rowwise_adagrad/fbgemm/128": 1.0,
     "train/adam/torch-fused/64": 4.0,
     "train/adagrad/tfra/16": 4.0,
     "train/adam/tfra/128": 3.0,
     "threads/1-to-2/16": 1.7,
-    "multi-hot/adagrad/fbgemm/64": 1.2,
+    "multi-hot/adagrad/fbgemm/64": 1.7,
     "lookup/fbgemm/16": 0.6,
     "lookup/tfra/16": 4.0,
     "mlp/fbgemm/16": 1.1,
