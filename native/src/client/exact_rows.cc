@@ -15,6 +15,8 @@ using worker::SlotGradient;
 
 namespace {
 
+constexpr char kEnded[] = "the context with consistency='exact' has ended";
+
 // The embeddings of no slot: they are pooled in the batch's training step.
 worker::LookupResult AbsentSlots(const worker::LookupPlan& plan, const BatchReference& reference) {
   worker::LookupResult result;
@@ -33,11 +35,12 @@ worker::LookupResult AbsentSlots(const worker::LookupPlan& plan, const BatchRefe
 
 StatusOr<std::unique_ptr<ExactRows>> ExactRows::Create(uint32_t feature_index_prefix_bit,
                                                        std::vector<worker::SlotConfig> slots,
-                                                       worker::SlotMask served,
-                                                       uint64_t max_bytes) {
+                                                       worker::SlotMask served, uint64_t max_bytes,
+                                                       uint64_t spare_bytes) {
   PERSIA_ASSIGN_OR_RETURN(worker::SlotTable table,
                           worker::SlotTable::Create(feature_index_prefix_bit, std::move(slots)));
-  return std::unique_ptr<ExactRows>(new ExactRows(std::move(table), served, max_bytes));
+  return std::unique_ptr<ExactRows>(
+      new ExactRows(std::move(table), served, max_bytes, spare_bytes));
 }
 
 Status ExactRows::Configure(const TrainConfig& config) {
@@ -75,11 +78,12 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
                                         : "rows are still being set, cleared or loaded");
   }
   PERSIA_RETURN_IF_ERROR(status_);
+  if (has_ended_) return FailedPrecondition(kEnded);
   if (policies_ == nullptr) return FailedPrecondition("the embedding optimizer is not configured");
   is_probing_ = in_use_.empty() && held_.size() > 0;
   batch->number = next_number_++;
   looking_up_.insert(batch->number);
-  in_use_.insert(batch->number);
+  in_use_.emplace(batch->number, batch);
   Want(*batch, request);
   return batch;
 }
@@ -238,27 +242,38 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Find(const BatchReference& reference) c
   return NotFound("batch ", reference.reference, " is not among the batches in flight");
 }
 
+StatusOr<ExactRows::BatchPtr> ExactRows::FindWithRows(const BatchReference& reference) const {
+  if (has_ended_) return FailedPrecondition(kEnded);
+  return Find(reference);
+}
+
 // With the worker's own functions: the same bits.
 StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) {
   BatchPtr batch;
   std::vector<const float*> rows;
   {
     const std::lock_guard lock(mutex_);
-    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    PERSIA_ASSIGN_OR_RETURN(batch, FindWithRows(reference));
+    ++num_pooling_;
     rows.reserve(batch->cells.size());
     for (const uint32_t cell : batch->cells) {
       rows.push_back(cell == HeldRows::kNoCell ? nullptr : held_.values(cell));
     }
   }
   const worker::LookupPlan& plan = batch->plan;
-  PERSIA_ASSIGN_OR_RETURN(
-      worker::EmbeddingsLayout layout,
-      worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_));
-  for (size_t i = 0; i < plan.features.size(); ++i) {
+  auto layout =
+      worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_);
+  for (size_t i = 0; layout.ok() && i < plan.features.size(); ++i) {
     if (!worker::Includes(served_, plan.features[i].slot->mode)) continue;
-    worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout.slots[i]);
+    worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout->slots[i]);
   }
-  return worker::DecodeEmbeddings(reference.worker_index, std::move(layout.message));
+  {
+    const std::lock_guard lock(mutex_);
+    --num_pooling_;
+    FreeMemory();
+  }
+  PERSIA_RETURN_IF_ERROR(layout.status());
+  return worker::DecodeEmbeddings(reference.worker_index, std::move(layout->message));
 }
 
 // Gradients are reduced without the lock, which lookups need meanwhile. One thread applies (see the
@@ -268,11 +283,12 @@ Status ExactRows::Apply(const BatchReference& reference, float scale,
   BatchPtr batch;
   {
     const std::lock_guard lock(mutex_);
-    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    PERSIA_ASSIGN_OR_RETURN(batch, FindWithRows(reference));
   }
   if (batch->update != 0) return Status::Ok();
   PERSIA_ASSIGN_OR_RETURN(batch->sums, worker::ReduceGradients(batch->plan, scale, gradients));
   const std::lock_guard lock(mutex_);
+  if (has_ended_) return FailedPrecondition(kEnded);
   Replay(*batch);
   batch->update = next_update_++;
   unacknowledged_[batch->update] = batch;
@@ -313,11 +329,20 @@ void ExactRows::Drain() {
     in_use_.erase(ended_.front().second->number);
     ended_.pop_front();
   }
-  held_.Trim(in_use_.empty() ? next_number_ : *in_use_.begin());
+  held_.Trim(oldest_in_use());
+  FreeMemory();
   if (status_.ok() || !batches_.empty() || !looking_up_.empty() || !unacknowledged_.empty()) return;
   // Nothing is left of what was lost: the next batch reads the servers' rows.
   held_.Clear();
   status_ = Status::Ok();
+}
+
+// Batches in flight name their rows by cells, which Compact() changes.
+void ExactRows::FreeMemory() {
+  if (num_pooling_ > 0) return;
+  if (has_ended_ && looking_up_.empty()) return held_.Clear();
+  if (!held_.IsWasteful() || !held_.Compact(oldest_in_use())) return;
+  for (const auto& [_, batch] : in_use_) held_.Find(batch->signs(), batch->cells);
 }
 
 Status ExactRows::CheckIdle(const char* what) const {
@@ -333,9 +358,10 @@ Status ExactRows::CheckIdleLocked(const char* what) const {
                             looking_up_.size(), ": do it before the loop or after it");
 }
 
-void ExactRows::Forget() {
+void ExactRows::EndContext() {
   const std::lock_guard lock(mutex_);
-  if (in_use_.empty()) held_.Clear();
+  has_ended_ = true;
+  FreeMemory();
 }
 
 Status ExactRows::BeginOtherRows(const char* what) {
