@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,15 +108,6 @@ def test_a_batch_that_ends_during_a_call_is_not_registered_again() -> None:
     assert held.forget(SECOND) is SECOND  # nothing is kept
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    for worker in cluster.workers:
-        worker.stop()
-    cluster.server.stop()
-
-
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_update_that_the_dead_worker_sent_is_not_applied_again(cluster: Cluster, sent: bool) -> None:
     client = cluster.client
@@ -151,19 +141,6 @@ def test_a_host_whose_name_is_not_found_may_be_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(socket, "create_connection", fail)
     assert not is_down("worker:1")
-
-
-@pytest.fixture
-def directory(cluster: Cluster) -> WorkerDirectory:
-    return WorkerDirectory(cluster)
-
-
-@pytest.fixture
-def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
-    backend = ClusterBackend(directory)
-    yield backend
-    backend.close()
 
 
 def test_gradients_go_on_to_another_worker_when_theirs_dies(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,28 +26,6 @@ from tests.unit.data.worker_cluster import (
     info,
     register,
 )
-
-
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    for worker in cluster.workers:
-        worker.stop()
-    cluster.server.stop()
-
-
-@pytest.fixture
-def directory(cluster: Cluster) -> WorkerDirectory:
-    return WorkerDirectory(cluster)
-
-
-@pytest.fixture
-def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
-    backend = ClusterBackend(directory)
-    yield backend
-    backend.close()
 
 
 @pytest.fixture(params=[lambda *_: None, away], ids=["silent", "away"])
