@@ -208,7 +208,7 @@ class Job:
             if is_standby and not pair.follow(is_forced=is_forced):
                 return False
             store: Any = Store(server, *place)
-            checkpoints = stack.enter_context(closing(CheckpointService(self._share(store, *place))))
+            checkpoints = stack.enter_context(closing(CheckpointService(_share(store, *place))))
             pair.lead(checkpoints)
             stack.callback(pair.close)
             info = self._info(
@@ -230,12 +230,6 @@ class Job:
             self.kernel.log("%s is the primary, %s", process.name, info.has_rows)
             while True:
                 self.kernel.sleep(3600.0)
-
-    @staticmethod
-    def _share(store: Any, index: int, replicas: int) -> ServerShare:
-        return ServerShare(
-            store=store, index=index, replicas=replicas, schema=None, num_threads=1, dump_percent=100
-        )
 
     def _info(self, role: str, index: int, replicas: int, **values: Any) -> ServiceInfo:
         values.setdefault("incarnation", self.kernel.random.getrandbits(63) | 1)
@@ -289,12 +283,12 @@ class Job:
             remedy="",
             failure=lambda: "",
             on_received=lambda: None,
-            on_superseded=lambda batch: self._release(workers, batch.reference),
+            on_superseded=lambda batch: _release(self.kernel, workers, batch.reference),
             on_taken=lambda _request: b"",
         )
         Advertiser(session, self._info(NN_WORKER, 0, 1)).start()
         if self.reads:
-            Thread(target=self._read, args=(workers.client,)).start()
+            Thread(target=_read, args=(self.kernel, workers.client)).start()
         while (batch := stream.take()) is not None:
             assert batch.reference is not None
             result = workers.lookup(batch.reference, requires_grad=True, id_features=batch.id_features)
@@ -315,21 +309,6 @@ class Job:
             self.roles[name].is_done = True
         while True:
             self.kernel.sleep(3600.0)
-
-    def _read(self, client: Any) -> None:
-        """Asks what a server answers only as the primary, also while others change."""
-        while True:
-            try:
-                client.count_rows(_READ_S)
-            except PersiaError as error:
-                self.kernel.log("a read fails: %s", error)
-            self.kernel.sleep(_READ_S)
-
-    def _release(self, workers: backend.ClusterBackend, reference: Any) -> None:
-        try:
-            workers.release(reference)
-        except PersiaError as error:
-            self.kernel.log("a batch was not released: %s", error)
 
     def _load_newest(self, checkpoints: Checkpoints, guard: RowsGuard) -> DataPosition:
         """As PeriodicCheckpoints.begin; returns the position of the data."""
@@ -384,3 +363,26 @@ class Job:
             sender.send(ids, b"dense", requires_grad=True)
         sender.end(None, DEADLINE_S)
         self.roles[self.loader_names[index]].is_done = True
+
+
+def _share(store: Any, index: int, replicas: int) -> ServerShare:
+    return ServerShare(
+        store=store, index=index, replicas=replicas, schema=None, num_threads=1, dump_percent=100
+    )
+
+
+def _read(kernel: Kernel, client: Any) -> None:
+    """Asks what a server answers only as the primary, also while others change."""
+    while True:
+        try:
+            client.count_rows(_READ_S)
+        except PersiaError as error:
+            kernel.log("a read fails: %s", error)
+        kernel.sleep(_READ_S)
+
+
+def _release(kernel: Kernel, workers: backend.ClusterBackend, reference: Any) -> None:
+    try:
+        workers.release(reference)
+    except PersiaError as error:
+        kernel.log("a batch was not released: %s", error)

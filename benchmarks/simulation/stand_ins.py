@@ -17,7 +17,7 @@ from persia.checkpoint import checkpoints, coordinator, operation, server_job, s
 from persia.logger import get_default_logger
 from persia.messaging import discovery
 from persia.messaging.payloads import JsonMessage
-from persia.pipeline import backend, failover, loader_watch, queues, receive, send
+from persia.pipeline import failover, loader_watch, queues, receive, send, workers
 from persia.roles import embedding_worker, replica, standby
 
 DEADLINE_S = 120.0
@@ -131,7 +131,7 @@ def simulated(kernel: Kernel) -> Iterator[None]:
         queues: both,
         failover: {**both, "socket": _Sockets, "DaemonPool": _Pool},
         JsonMessage: {name: vars(_Json)[name] for name in ("encode", "decode")},
-        backend: {**both, "RemoteClient": native.RemoteClient},
+        workers: {**both, "RemoteClient": native.RemoteClient},
         loader_watch: {"time": Clock},
         receive: both,
         send: {"time": Clock, "random": kernel.random},

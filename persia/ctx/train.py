@@ -252,8 +252,7 @@ class TrainCtx(TrainingCheckpointMethods, EmbeddingCtx):
             )
 
     def backward(self, loss: torch.Tensor, embedding_gradient_check_frequency: int = 20) -> torch.Tensor:
-        """Computes gradients, hands the embeddings' in, and steps the dense optimizer; returns the scaled
-        loss.
+        """Computes gradients, hands in the embeddings', steps the dense optimizer. Returns the scaled loss.
 
         The loss may depend on several forwarded batches, as long as the script holds on to them. Waits while
         the gradient buffers are full, and raises the first error that gradient return has met. Embedding

@@ -230,13 +230,11 @@ class ParquetBatches:
 
         Raises InvalidArgumentError for a null label, and for a number that float32 cannot hold.
         """
-        labels, dense = self._numbers(rows, self.labels), self._numbers(rows, self.dense)
-        self._refuse(rows, self.labels, np.isnan(labels), "nulls or NaN", "remove these rows from the files")
+        labels, dense = _numbers(rows, self.labels), _numbers(rows, self.dense)
+        _refuse(rows, self.labels, np.isnan(labels), "nulls or NaN", "remove these rows from the files")
         for names, numbers in ((self.labels, labels), (self.dense, dense)):
             remedy = "replace these values in the files, by nulls or by smaller numbers"
-            self._refuse(
-                rows, names, np.isinf(numbers), "values that are Inf or too large for float32", remedy
-            )
+            _refuse(rows, names, np.isinf(numbers), "values that are Inf or too large for float32", remedy)
         dense = np.nan_to_num(dense, copy=False)
         return PersiaBatch(
             [IDTypeFeature.from_arrow(name, rows[name]) for name in self.ids],
@@ -245,24 +243,6 @@ class ParquetBatches:
             requires_grad=requires_grad,
             meta=meta,
         )
-
-    @staticmethod
-    def _numbers(rows: Any, names: Sequence[str]) -> NDArray[np.float32]:
-        """[rows, columns]; a null is NaN."""
-        numbers = np.empty((rows.num_rows, len(names)), np.float32)
-        for index, name in enumerate(names):
-            numbers[:, index] = rows[name].cast("float32", safe=False).to_numpy()
-        return numbers
-
-    @staticmethod
-    def _refuse(rows: Any, names: Sequence[str], wrong: NDArray[np.bool_], what: str, remedy: str) -> None:
-        for name, count in zip(names, wrong.sum(axis=0), strict=True):
-            if count:
-                file = (rows.schema.metadata or {}).get(_FILE)
-                place = f" in a batch that begins in {os.fsdecode(file)}" if file else ""
-                raise InvalidArgumentError(
-                    f"column {name!r} has {count} {what} among {rows.num_rows} rows{place}: {remedy}"
-                )
 
     def _row_groups(self) -> Iterable[Any]:
         groups = (group for file in self._data.get_fragments() for group in file.split_by_row_group())
@@ -328,6 +308,24 @@ class ParquetBatches:
                         f"column {name!r} is of {kind} in {file.path}, and of {wanted} in "
                         f"{self._data.files[0]}: write the files with the same types"
                     )
+
+
+def _numbers(rows: Any, names: Sequence[str]) -> NDArray[np.float32]:
+    """[rows, columns]; a null is NaN."""
+    numbers = np.empty((rows.num_rows, len(names)), np.float32)
+    for index, name in enumerate(names):
+        numbers[:, index] = rows[name].cast("float32", safe=False).to_numpy()
+    return numbers
+
+
+def _refuse(rows: Any, names: Sequence[str], wrong: NDArray[np.bool_], what: str, remedy: str) -> None:
+    for name, count in zip(names, wrong.sum(axis=0), strict=True):
+        if count:
+            file = (rows.schema.metadata or {}).get(_FILE)
+            place = f" in a batch that begins in {os.fsdecode(file)}" if file else ""
+            raise InvalidArgumentError(
+                f"column {name!r} has {count} {what} among {rows.num_rows} rows{place}: {remedy}"
+            )
 
 
 def _check_ids(path: str, name: str, column: Any, limit: int, first: int) -> None:

@@ -13,6 +13,7 @@ import contextlib
 import re
 import ssl
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -148,7 +149,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         For one whose listener has connected again: the broker may have sent them to its lost connection.
         """
         with contextlib.suppress(RuntimeError):  # the session is closed
-            self._thread.loop.call_soon_threadsafe(self._interrupt, subject)
+            self._thread.loop.call_soon_threadsafe(self._end_waits, lambda sent: sent == subject)
 
     def request_many(
         self, subject: str, payload: bytes, window_s: float, *, enough: Callable[[bytes], bool] | None = None
@@ -313,9 +314,9 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             self._waiting.pop(task, None)
         self._refusals.raise_if_refused("publish", subject)
 
-    def _interrupt(self, subject: str) -> None:
+    def _end_waits(self, is_over: Callable[[str], bool]) -> None:
         for task, sent in tuple(self._waiting.items()):
-            if sent == subject:
+            if is_over(sent):
                 task.cancel()
 
     async def _publish(self, subject: str, payload: bytes) -> None:
@@ -340,9 +341,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
             if self._refusals.denied is not None and self._is_admitted and self._end is None:
                 get_default_logger().error("%s", self._refusals.denied)
                 self._end = asyncio.ensure_future(self._disconnect())
-            for task, sent in tuple(self._waiting.items()):
-                if self._refusals.is_refused("publish", sent):
-                    task.cancel()
+            self._end_waits(partial(self._refusals.is_refused, "publish"))
         elif isinstance(error, SlowConsumerError):
             full = ResourceExhaustedError(f"{error.subject}: too many messages wait for this receiver")
             get_default_logger().error("%s; one was refused", full)
@@ -358,8 +357,7 @@ class NatsSession(contextlib.AbstractContextManager["NatsSession"]):
         self._cancel_loss_report()
         self._loss_report = self._thread.loop.call_later(_LOSS_REPORT_S, self._report_loss)
         # The client would let them wait for their time-outs: a reply to a lost connection is never repeated.
-        for task in tuple(self._waiting):
-            task.cancel()
+        self._end_waits(lambda _: True)
 
     def _report_loss(self) -> None:
         if self._thread.is_open and self._refusals.denied is None:

@@ -366,7 +366,8 @@ class Follower(Generic[_Copy]):
         """
         started = time.monotonic()
         places = checkpoint_places(self._log, self._options.checkpoints, target)
-        found, copy = self._load(find_starts(self._log, places, target.position, at_least))
+        found, copy = _load_first(self._copies, find_starts(self._log, places, target.position, at_least))
+        self._update(num_checkpoints=self._status.num_checkpoints + 1)
         position, packet = found.position, None
         try:
             while position < target.position and not self._stopped.is_set():
@@ -404,21 +405,6 @@ class Follower(Generic[_Copy]):
             time.monotonic() - started,
         )
 
-    def _load(self, starts: Sequence[StartPoint]) -> tuple[StartPoint, _Copy]:
-        """The first that can be loaded; raises what is wrong with the last one."""
-        # The newest first. A damaged checkpoint is no reason to stay behind while an older one is whole.
-        for start in starts:
-            try:
-                copy = self._copies.load(start.source)
-            except (CorruptionError, NotFoundError) as failure:
-                get_default_logger().error("a follower cannot begin with a checkpoint: %s", failure)
-                if start is starts[-1]:
-                    raise
-                continue
-            self._update(num_checkpoints=self._status.num_checkpoints + 1)
-            return start, copy
-        raise AssertionError("there is at least one")
-
     def _begin_without_packets(self, checkpoints: Location, reason: NotFoundError) -> None:
         source = Source(checkpoints)
         self._copy = self._copies.use(self._copies.load(source), None)
@@ -427,6 +413,19 @@ class Follower(Generic[_Copy]):
             step=source.manifest.step, num_checkpoints=self._status.num_checkpoints + 1, error=str(reason)
         )
         get_default_logger().warning("%s is in use without packets: %s", source.location, reason)
+
+
+def _load_first(copies: Copies[_Copy], starts: Sequence[StartPoint]) -> tuple[StartPoint, _Copy]:
+    """The first start point that can be loaded, and its copy; raises what is wrong with the last one."""
+    # The newest first. A damaged checkpoint is no reason to stay behind while an older one is whole.
+    for start in starts:
+        try:
+            return start, copies.load(start.source)
+        except (CorruptionError, NotFoundError) as failure:
+            get_default_logger().error("a follower cannot begin with a checkpoint: %s", failure)
+            if start is starts[-1]:
+                raise
+    raise AssertionError("there is at least one")
 
 
 def _needs_rows(packet: Packet) -> bool:

@@ -7,8 +7,6 @@ above knows only `EmbeddingBackend`. Deadlines are the backend's, so that no cal
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -29,18 +27,14 @@ from persia._native import (
 )
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError, PersiaError, UnavailableError
-from persia.logger import get_default_logger
-from persia.messaging.discovery import Directory, EventKind, ServiceEvent, ServiceInfo
-from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, Dead, HeldBatches, Newcomers, find_down
+from persia.messaging.discovery import Directory
+from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, Newcomers
 from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import row_blocks
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
-from persia.waiting import Attempts
+from persia.pipeline.workers import PROBE_S, KnownWorkers
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
-
-_PROBE_S = 5.0  # for one answer of a worker
 
 # After an update that an exact context has applied, and the servers have not.
 NEW_CONTEXT = "begin a new context and load a checkpoint there"
@@ -178,40 +172,30 @@ class ClusterBackend(EmbeddingBackend):
 
     def __init__(self, directory: Directory, *, schema: str = "") -> None:
         deadline_s = env.get_deadline_s()
-        self._directory = directory
-        self._lock = threading.Lock()  # guards changes of which workers are used
-        self._workers: dict[int, ServiceInfo] = {}  # those that have an address, by index
-        self._left: set[int] = set()  # incarnations of those among them that have left in order
-        self._dead: dict[int, Dead] = {}  # by incarnation
-        self._num_dropped = 0  # how often a worker was lost; never less than before
         self._config: TrainConfig | None = None
         self._held = HeldBatches(self, deadline_s)
         self.count_in_flight = self._held.count
+        self._newcomers = Newcomers(self._configure_newcomers, deadline_s)
+        self._workers = KnownWorkers(
+            directory, deadline_s=deadline_s, schema=schema, on_joined=self._newcomers.add
+        )
+        self.is_gone = self._workers.is_gone
         self._abandoned = AbandonedBatches(
-            self._seems_gone, lambda batch: self.client.release(batch, timeout_s=_PROBE_S), _PROBE_S
+            self._workers.seems_gone, lambda batch: self.client.release(batch, timeout_s=PROBE_S), PROBE_S
         )
         self.abandon = self._abandoned.add
-        self._newcomers = Newcomers(self._configure_newcomers, deadline_s)
-        self._remote: RemoteClient | None = None  # first: events come from the watch on
-        self._watch = directory.watch(EMBEDDING_WORKER, self._on_event)
-        try:
-            workers = directory.wait_for(EMBEDDING_WORKER, deadline_s, schema=schema)
-            self._remote = RemoteClient(len(workers), wire_dtype=env.get_wire_dtype())
-            # Asked once more: a restart between the first answers and the client would go unnoticed.
-            for worker in directory.wait_for(EMBEDDING_WORKER, deadline_s):
-                self._use(worker, log=False)
-        except BaseException:
-            self._watch.close()
-            raise
-        modes, schema = workers[0].slot_modes, workers[0].schema
-        super().__init__(self._remote, deadline_s=deadline_s, slot_modes=modes, schema=schema)
-        self._monitor = CallMonitor(self._drop_dead_workers)
+        super().__init__(
+            self.client,
+            deadline_s=deadline_s,
+            slot_modes=self._workers.slot_modes,
+            schema=self._workers.schema,
+        )
+        self._monitor = CallMonitor(self._workers.drop_dead)
 
     @property
     def client(self) -> RemoteClient:
         """What the calls go through; for its counts."""
-        assert self._remote is not None, "created with this"
-        return self._remote
+        return self._workers.client
 
     def configure(self, config: TrainConfig, *, replace: bool = False) -> None:
         # Kept only once all servers have accepted it: a worker that joins must not get a refused one.
@@ -260,7 +244,7 @@ class ClusterBackend(EmbeddingBackend):
         """
         self._held.keep(reference, id_features)
         try:
-            self._await_worker(reference)
+            self._workers.wait_for(reference)
             return self._call_worker(call, reference)
         except BaseException as failure:
             self._held.forget(reference)
@@ -317,19 +301,6 @@ class ClusterBackend(EmbeddingBackend):
     def sizes(self) -> list[int]:
         return self._call_any(super().sizes)
 
-    def is_gone(self, reference: BatchReference) -> bool:
-        """Whether the worker that held the batch has died, or was started again."""
-        index, incarnation = reference.worker_index, reference.worker_incarnation
-        known = self._workers.get(index)
-        if incarnation in self._dead or (known is not None and known.incarnation != incarnation):
-            return True
-        # It answers before this process hears that it has joined.
-        worker = self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)
-        if worker is None or worker.incarnation == incarnation:
-            return False
-        self._use(worker)
-        return True
-
     def register(self, id_features: bytes | memoryview, original: BatchReference) -> BatchReference:
         """Looks the batch up for training at a worker that lives; returns its reference there."""
         # All slots: servers have their rows, and later lookups replace the parts that stages need.
@@ -347,152 +318,35 @@ class ClusterBackend(EmbeddingBackend):
     def close(self) -> None:
         self._abandoned.close()
         self._monitor.close()
-        self._watch.close()
+        self._workers.close()
         self._newcomers.close()
 
     def _call_holder(self, reference: BatchReference, call: Callable[[BatchReference], T]) -> T:
         return self._held.call(reference, partial(self._call_worker, call))
 
     def _call_worker(self, call: Callable[[BatchReference], T], reference: BatchReference) -> T:
-        index, incarnation = reference.worker_index, reference.worker_incarnation
-        if incarnation in self._dead and not self._lives_after_all(incarnation):
-            raise UnavailableError(f"embedding worker {index} has died")
-        # A loader may have discovered a new worker, or a successor, before this process has.
-        known = self._workers.get(index)
-        if known is None or (known.incarnation != incarnation and incarnation not in self._dead):
-            # Once: other workers serve a batch of a predecessor, and no training waits for other calls.
-            if (worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S)) is None:
-                raise UnavailableError(
-                    f"embedding worker {index}, which a data loader has used, does not answer"
-                )
-            self._use(worker)
+        self._workers.ensure_known(reference)
         while True:
-            num_dropped = self._count_dropped()
+            num_dropped = self._workers.count_dropped()
             try:
-                with self._monitor.watching(index):
+                with self._monitor.watching(reference.worker_index):
                     return call(reference)
             except UnavailableError:
                 # Given up under the call, and found to live by another thread meanwhile?
-                worker = self._workers.get(index)
-                lives = worker is not None and worker.incarnation == incarnation
-                if self._count_dropped() == num_dropped or not lives:
+                if self._workers.count_dropped() == num_dropped or not self._workers.is_used(reference):
                     raise
-
-    def _await_worker(self, reference: BatchReference) -> None:
-        """Waits for a worker that a data loader has discovered first. The broker may be away."""
-        index = reference.worker_index
-        name = f"embedding worker {index}, which a data loader has used"
-        for _ in Attempts(self._deadline_s, pause_s=0.2, waiting_for=lambda: name):
-            if index in self._workers or reference.worker_incarnation in self._dead:
-                return
-            with contextlib.suppress(UnavailableError):
-                if worker := self._directory.probe(EMBEDDING_WORKER, index, _PROBE_S):
-                    self._use(worker)
-        raise UnavailableError(f"{name}, has not answered for {self._deadline_s:g} s (PERSIA_DEADLINE_SEC)")
-
-    def _lives_after_all(self, incarnation: int) -> bool:
-        """Whether a dead worker answers again: loaders may reach it and give it batches.
-
-        Looks at most every `_PROBE_S`, and says False meanwhile.
-        """
-        with self._lock:
-            dead = self._dead.get(incarnation)
-            if dead is None:  # another thread has found that it lives
-                return True
-            worker, now = dead.worker, time.monotonic()
-            if worker.index in self._workers or now < dead.next_look:  # it has a successor, or it is too soon
-                return False
-            self._dead[incarnation] = Dead(worker, now + _PROBE_S)
-        if find_down([worker]):
-            return False
-        answer = self._directory.probe(EMBEDDING_WORKER, worker.index, _PROBE_S)
-        if answer is None or answer.incarnation != incarnation:
-            return False
-        self._use(answer)
-        return True
-
-    def _seems_gone(self, reference: BatchReference) -> bool | None:
-        """None: the worker has a successor, so it never answers again."""
-        incarnation = reference.worker_incarnation
-        known = self._workers.get(reference.worker_index)
-        if known is not None and known.incarnation != incarnation:
-            return None
-        return incarnation in self._dead and not self._lives_after_all(incarnation)
 
     def _call_any(self, call: Callable[[], T]) -> T:
         """Repeats a call that any worker can answer, if one has died under it."""
         deadline = Deadline(self._deadline_s)
         while True:
-            num_dropped = self._count_dropped()
+            num_dropped = self._workers.count_dropped()
             try:
                 with self._monitor.watching():
                     return call()
             except UnavailableError:
-                if self._count_dropped() == num_dropped or deadline.over:
+                if self._workers.count_dropped() == num_dropped or deadline.over:
                     raise
-
-    def _count_dropped(self) -> int:
-        with self._lock:  # never between the count and the drop itself
-            return self._num_dropped
-
-    def _drop_dead_workers(self, indices: set[int | None]) -> None:
-        """Ends the calls to workers that have died, unless no other lives: a successor is waited for.
-
-        `indices`: of the workers to look at; with None among them, all.
-        """
-        workers = list(self._workers.values())
-        suspects = [worker for worker in workers if None in indices or worker.index in indices]
-        dead = find_down(suspects)
-        others = [w for w in workers if w not in dead and w.incarnation not in self._left]
-        if not dead or len(find_down(others)) == len(others):
-            return
-        for worker in dead:
-            with self._lock:
-                if self._workers.get(worker.index) != worker:  # its successor has joined
-                    continue
-                has_left = worker.incarnation in self._left
-                self._lose(worker)  # first: calls that fail now look there
-                del self._workers[worker.index]
-                self.client.drop_worker(worker.index)
-            if not has_left:
-                get_default_logger().warning("%s has died: its batches continue on other workers", worker)
-
-    def _lose(self, worker: ServiceInfo) -> None:
-        """Of a worker that is dropped or replaced, under the lock."""
-        self._dead[worker.incarnation] = Dead(worker, time.monotonic() + _PROBE_S)
-        self._left.discard(worker.incarnation)
-        self._num_dropped += 1
-
-    def _use(self, worker: ServiceInfo, *, log: bool = True) -> None:
-        assert self._remote is not None, "created before a worker is used"
-        with self._lock:
-            known = self._workers.get(worker.index)
-            is_new = known is None or known.incarnation != worker.incarnation
-            if known is not None and is_new:
-                self._lose(known)
-            self._dead.pop(worker.incarnation, None)  # it was only not reached
-            self._remote.set_worker(worker.index, worker.address)
-            self._workers[worker.index] = worker
-        if is_new and log:
-            get_default_logger().info("%s is used from now on", worker)
-
-    def _on_event(self, event: ServiceEvent) -> None:
-        if self._remote is None:
-            return
-        worker = event.info
-        try:
-            if event.kind is EventKind.JOINED:
-                self._use(worker)
-                return self._newcomers.add(worker)
-            with self._lock:
-                # A successor at its index may have joined before.
-                known = self._workers.get(worker.index)
-                if known is not None and known.incarnation == worker.incarnation:
-                    self._left.add(worker.incarnation)
-                    self._remote.retire_worker(worker.index)
-            get_default_logger().info("%s has left: it gets no more batches", worker)
-        except PersiaError as failure:
-            get_default_logger().error("%s is not usable: %s", worker, failure)
 
     def _configure_newcomers(self, timeout_s: float) -> None:
         if self._config is not None:  # workers keep it for servers that restart

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from persia._native import BatchReference
 from persia.errors import (
@@ -41,11 +41,6 @@ _CONNECT_S = 2.0  # a host that does not answer for so long is taken to be down
 _MAX_LOOKS = 32  # at workers, at a time
 _CONFIGURE_S = 5.0  # of one try: `close` has to wait for it
 _UNREACHABLE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
-
-
-class Dead(NamedTuple):
-    worker: ServiceInfo
-    next_look: float  # by time.monotonic(): whether it lives
 
 
 class _Workers(Protocol):

@@ -6,8 +6,6 @@ import contextlib
 import copy
 import gc
 import io
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,10 +31,8 @@ from persia.errors import (
 from persia.nn import convert, export, job_servers, slots_for
 from persia.nn.replicas import from_rank_0
 from persia.testing import LocalCluster
-from persia.utils import dump_yaml
 from tests.rank_group import be_rank, run_ranks
 
-LAUNCHER = (sys.executable, "-m", "persia.launcher")
 RULE = {"lr": 0.1, "initial_accumulator_value": 0.01}
 
 
@@ -68,10 +64,8 @@ def batches(seed: int, count: int) -> Iterator[tuple[tuple[torch.Tensor, ...], t
     for _ in range(count):
         ids = torch.randint(0, 50, (16, 3), generator=generator)
         bags = torch.randint(0, 40, (16, 2), generator=generator)
-        yield (
-            (ids, bags, torch.rand(16, 3, generator=generator)),
-            torch.rand(16, 1, generator=generator),
-        )
+        weights = torch.rand(16, 3, generator=generator)
+        yield (ids, bags, weights), torch.rand(16, 1, generator=generator)
 
 
 def train(model: nn.Module, rank: int = 0, count: int = 15) -> list[float]:
@@ -102,12 +96,19 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
 
 
+@contextlib.contextmanager
+def servers_of(cluster: LocalCluster, **env: str) -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**cluster.env, **env}.items():
+            patch.setenv(name, value)
+        with job_servers() as connected:
+            assert connected is not None
+            yield connected
+
+
 @pytest.fixture
-def servers(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
-    with job_servers() as connected:
-        assert connected is not None
+def servers(cluster: LocalCluster) -> Iterator[Any]:
+    with servers_of(cluster) as connected:
         connected.backend.clear()
         yield connected
 
@@ -310,10 +311,8 @@ def test_admission_by_batches_is_refused(servers: Any) -> None:
     assert sum(servers.backend.sizes()) == 0
 
 
-def test_after_the_block_the_model_says_so(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in cluster.env.items():
-        monkeypatch.setenv(name, value)
-    with job_servers() as servers:
+def test_after_the_block_the_model_says_so(cluster: LocalCluster) -> None:
+    with servers_of(cluster) as servers:
         model = convert(nn.Embedding(5, 4), SGD(lr=1.0), servers=servers)
     with pytest.raises(FailedPreconditionError, match="is closed"):
         model(torch.tensor([1]))
@@ -327,86 +326,41 @@ def test_without_a_job_there_are_no_servers(monkeypatch: pytest.MonkeyPatch) -> 
     assert model.rows.stats().num_rows == 5
 
 
-def test_rows_that_do_not_fit_into_the_servers_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_do_not_fit_into_the_servers_are_an_error() -> None:
     config = {"slots_config": {"Embedding": {"dim": 4}}}
     limits = {"embedding_parameter_server_config": {"capacity": 100, "num_hashmap_internal_shards": 1}}
     with LocalCluster(embedding_config=config, global_config=limits) as cluster:
-        for name, value in cluster.env.items():
-            monkeypatch.setenv(name, value)
         reason = "capacity is too small for 'Embedding': 100 of 200"
-        with job_servers() as servers, pytest.raises(InvalidArgumentError, match=reason):
+        with servers_of(cluster) as servers, pytest.raises(InvalidArgumentError, match=reason):
             convert(nn.Embedding(200, 4), SGD(lr=1.0), servers=servers)
 
 
-def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_cannot_be_applied_is_an_error_of_backward() -> None:
     """A server dies after the lookup. A worker that restarts after it loses nothing."""
     config = {"slots_config": {"Embedding": {"dim": 4}}}
-    with LocalCluster(embedding_config=config, parameter_servers=2) as cluster:
-        for name, value in cluster.env.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv(
-            "PERSIA_DEADLINE_SEC", "10"
-        )  # here alone: servers may take longer to find each other
-        with job_servers() as servers:
-            model = convert(nn.Embedding(50, 4), SGD(lr=1.0), servers=servers)
-            ids = torch.arange(50)
-            before = model(ids).detach()
-            loss = model(ids).sum()
-            cluster.restart("embedding-worker-0")
-            loss.backward()  # its successor applies the gradient
-            assert torch.equal(model.eval()(ids), before - 1.0)
-            loss = model.train()(ids).sum()
-            cluster.kill("embedding-parameter-server-1")
-            # Beside other work the live server may miss the short deadline too, and is then named first.
-            with pytest.raises(
-                (UnavailableError, DeadlineExceededError), match=r"'Embedding'.*parameter.server.[01]"
-            ):
-                loss.backward(retain_graph=True)
-            with pytest.raises(FailedPreconditionError, match="partly, updated by a backward that failed"):
-                loss.backward()
-            with pytest.raises((UnavailableError, DeadlineExceededError), match=r"parameter.server.1"):
-                model(ids)
-
-
-SCRIPT = """
-import sys
-import torch
-from torch import nn
-from persia.embedding.optim import Adagrad
-from persia.nn import convert, job_servers
-
-torch.manual_seed(0)
-with job_servers() as servers:
-    embedding = nn.Embedding(100, 4)
-    model = nn.Sequential(convert(embedding, Adagrad(lr=0.1), servers=servers), nn.Linear(4, 1))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for step in range(10):
-        loss = model(torch.randint(0, 100, (32,))).pow(2).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-with open(sys.argv[1], "w") as file:
-    print(f"{loss.item():.5f} {type(servers).__name__}", file=file)
-"""
-
-
-def test_one_script_with_and_without_a_job(tmp_path: Path) -> None:
-    script, config = tmp_path / "train.py", tmp_path / "slots.yml"
-    script.write_text(SCRIPT)
-    dump_yaml(slots_for(nn.Embedding(100, 4)), str(config))
-    job = [*LAUNCHER, "local", "--nn-worker", str(script), "--embedding-config", str(config)]
-    commands = [[sys.executable, str(script)], [*job, "--parameter-servers", "2", "--"]]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PERSIA_")}
-    outputs = []
-    for number, command in enumerate(commands):
-        output = tmp_path / str(number)
-        done = subprocess.run(
-            [*command, str(output)], env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        outputs.append(output.read_text().split())
-    assert outputs[0][0] == outputs[1][0]
-    assert [where for _, where in outputs] == ["NoneType", "Servers"]
+    # The deadline is that of this process alone: servers may take longer to find each other.
+    with (
+        LocalCluster(embedding_config=config, parameter_servers=2) as cluster,
+        servers_of(cluster, PERSIA_DEADLINE_SEC="10") as servers,
+    ):
+        model = convert(nn.Embedding(50, 4), SGD(lr=1.0), servers=servers)
+        ids = torch.arange(50)
+        before = model(ids).detach()
+        loss = model(ids).sum()
+        cluster.restart("embedding-worker-0")
+        loss.backward()  # its successor applies the gradient
+        assert torch.equal(model.eval()(ids), before - 1.0)
+        loss = model.train()(ids).sum()
+        cluster.kill("embedding-parameter-server-1")
+        # Beside other work the live server may miss the short deadline too, and is then named first.
+        with pytest.raises(
+            (UnavailableError, DeadlineExceededError), match=r"'Embedding'.*parameter.server.[01]"
+        ):
+            loss.backward(retain_graph=True)
+        with pytest.raises(FailedPreconditionError, match="partly, updated by a backward that failed"):
+            loss.backward()
+        with pytest.raises((UnavailableError, DeadlineExceededError), match=r"parameter.server.1"):
+            model(ids)
 
 
 # --- two ranks ---

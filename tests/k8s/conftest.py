@@ -17,7 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))  # the harness, by its name
 
-from real_pods import data, localized, make_job, run_pods, toy  # noqa: F401  (fixtures)
+from real_pods import data, localized, make_job, run_pods, toy, toy_job  # noqa: F401  (fixtures)
 
 if TYPE_CHECKING:
     from control_plane import ControlPlane

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 if TYPE_CHECKING:  # they need the persia-k8s distribution, and conftest.py imports this file without it
-    from harness import Namespace
+    from harness import Namespace, OperatorProcess
     from kubelet import Container, FakeKubelet, LocalProcess
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,18 +114,73 @@ def toy(make_job: Callable[..., dict[str, Any]], tmp_path: Path) -> dict[str, An
     )
 
 
-def await_batches(namespace: Namespace, pods: dict[str, LocalProcess], more: int) -> None:
-    """Until the toy job has trained so many batches more."""
+class ToyJob:
+    """The toy job in a namespace, from `start` to `finish`."""
 
-    def num_trained() -> int:
-        pod = pods.get("adult-income-nn-worker-0")
-        return 0 if pod is None else pod.log.count("batch ")
+    def __init__(
+        self, namespace: Namespace, pods: dict[str, LocalProcess], job: dict[str, Any], folder: Path
+    ) -> None:
+        self.namespace, self.pods, self.folder = namespace, pods, folder
+        self._job = job
+        self.spec = job["spec"]  # for a test to change before `start`
 
-    wanted = num_trained() + more
-    namespace.await_(lambda: num_trained() >= wanted, f"{wanted} batches", TIMEOUT_S)
+    def start(self, batches: int) -> None:
+        """Returns when it has trained so many batches."""
+        self.namespace.apply(self._job)
+        self.await_batches(batches)
+
+    def await_batches(self, more: int) -> None:
+        """Until it has trained so many batches more."""
+
+        def num_trained() -> int:
+            pod = self.pods.get("adult-income-nn-worker-0")
+            return 0 if pod is None else pod.log.count("batch ")
+
+        wanted = num_trained() + more
+        self.await_(lambda: num_trained() >= wanted, f"{wanted} batches")
+
+    def await_(self, condition: Callable[[], bool], what: str) -> None:
+        self.namespace.await_(condition, what, TIMEOUT_S)
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        """Status and message."""
+        conditions = self.namespace.status("adult-income").get("conditions", [])
+        return next(((c["status"], c.get("message", "")) for c in conditions if c["type"] == kind), ("", ""))
+
+    def scale(self, role: str, replicas: int) -> None:
+        self.namespace.patch("persiajobs", "adult-income", {"spec": {role: {"replicas": replicas}}})
+
+    def resize(self, role: str, replicas: int) -> None:
+        """Returns when the operator says that it is done."""
+        self.scale(role, replicas)
+        is_done = ("True", f"{role}.replicas: {replicas}")
+        self.await_(lambda: self.condition("Resized") == is_done, "resized")
+
+    def finish(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The job's status, and the report of its rank, which has trained each batch that was sent, once."""
+        (self.folder / "enough").touch()
+        status = self.namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+        report = json.loads((self.folder / "report.rank0.json").read_text())
+        assert report["batch_ids"] == list(range(int((self.folder / "num_sent").read_text())))
+        return status, report
 
 
-def condition_of(namespace: Namespace, kind: str) -> tuple[str, str]:
-    """Status and message."""
-    conditions = namespace.status("adult-income").get("conditions", [])
-    return next(((c["status"], c.get("message", "")) for c in conditions if c["type"] == kind), ("", ""))
+@pytest.fixture
+def toy_job(
+    namespace: Namespace,
+    run_pods: dict[str, LocalProcess],
+    operator: OperatorProcess,
+    toy: dict[str, Any],
+    tmp_path: Path,
+) -> ToyJob:
+    return ToyJob(namespace, run_pods, toy, tmp_path / "toy")
+
+
+def expect_no_loss(report: dict[str, Any], num_servers: int) -> None:
+    """That no batch failed, and that so many servers have the rows, none of them twice."""
+    counters = report["counters"]
+    assert counters["batches_trained"] == len(report["batch_ids"])
+    assert counters["batches_failed"] == counters["batches_released"] == 0
+    assert len(report["sizes"]) == num_servers
+    assert all(size > 0 for size in report["sizes"])
+    assert sum(report["sizes"]) <= 250

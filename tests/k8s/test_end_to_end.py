@@ -19,7 +19,7 @@ pytest.importorskip("persia_k8s", reason="needs the persia-k8s distribution: pip
 
 from harness import Namespace, OperatorProcess
 from kubelet import FakeKubelet, LocalProcess
-from real_pods import EXAMPLE, OF_ONE_PROCESS, TIMEOUT_S, await_batches, condition_of
+from real_pods import EXAMPLE, OF_ONE_PROCESS, TIMEOUT_S, ToyJob, expect_no_loss
 
 
 def trained_steps(history: Path) -> list[int]:
@@ -54,17 +54,10 @@ def test_adult_income_trains_to_success(
     assert {pod["status"]["phase"] for pod in namespace.list("pods").values()} == {"Succeeded"}
 
 
-def test_a_job_with_certificates_trains_while_they_are_renewed(
-    namespace: Namespace,
-    kubelet: FakeKubelet,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    toy["spec"]["security"] = {"tls": True}
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 30)
+def test_a_job_with_certificates_trains_while_they_are_renewed(toy_job: ToyJob, kubelet: FakeKubelet) -> None:
+    namespace = toy_job.namespace
+    toy_job.spec["security"] = {"tls": True}
+    toy_job.start(30)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     place = (kubelet.address("adult-income-embedding-ps-0"), 8888)
@@ -84,14 +77,10 @@ def test_a_job_with_certificates_trains_while_they_are_renewed(
 
     namespace.await_(shows_another, "the parameter server shows its new certificate", TIMEOUT_S)
     # A new worker has only the new certificates, and meets processes that began with the old ones.
-    namespace.patch("persiajobs", "adult-income", {"spec": {"embeddingWorker": {"replicas": 2}}})
-    is_done = ("True", "embeddingWorker.replicas: 2")
-    namespace.await_(lambda: condition_of(namespace, "Resized") == is_done, "resized", TIMEOUT_S)
-    await_batches(namespace, run_pods, 80)
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+    toy_job.resize("embeddingWorker", 2)
+    toy_job.await_batches(80)
+    status, report = toy_job.finish()
     assert (status["restarts"], status["loaderRestarts"]) == (0, 0)
-    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
     assert set(report["workers"]) == {0, 1}
 
 
@@ -130,66 +119,41 @@ def test_training_survives_a_loader_that_is_killed(
     assert "exit code 137" in namespace.await_event("adult-income", "DataLoaderRestarted")
 
 
-def test_embedding_workers_come_and_go_and_no_batch_is_lost(
-    namespace: Namespace,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 30)
+def test_embedding_workers_come_and_go_and_no_batch_is_lost(toy_job: ToyJob) -> None:
+    toy_job.start(30)
     for wanted in (2, 1):
-        namespace.patch("persiajobs", "adult-income", {"spec": {"embeddingWorker": {"replicas": wanted}}})
-        is_done = ("True", f"embeddingWorker.replicas: {wanted}")
-        namespace.await_(
-            lambda is_done=is_done: condition_of(namespace, "Resized") == is_done, "resized", TIMEOUT_S
-        )
-        await_batches(namespace, run_pods, 80)
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+        toy_job.resize("embeddingWorker", wanted)
+        toy_job.await_batches(80)
+    status, report = toy_job.finish()
     assert (status["restarts"], status["loaderRestarts"]) == (0, 0)
-    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
-    num_sent = int((tmp_path / "toy" / "num_sent").read_text())
-    assert report["batch_ids"] == list(range(num_sent))
-    assert report["counters"]["batches_trained"] == num_sent
-    assert report["counters"]["batches_failed"] == report["counters"]["batches_released"] == 0
+    expect_no_loss(report, num_servers=1)
     assert set(report["workers"]) == {0, 1}
     assert set(report["workers"][:20]) == set(report["workers"][-15:]) == {0}
-    retired = run_pods["adult-income-embedding-worker-1"]
+    retired = toy_job.pods["adult-income-embedding-worker-1"]
     assert (retired.exit_code, "given up" in retired.log) == (0, False)
 
 
-def test_parameter_servers_with_standbys_are_killed_and_training_does_not_go_back(
-    namespace: Namespace,
-    run_pods: dict[str, LocalProcess],
-    operator: OperatorProcess,
-    toy: dict[str, Any],
-    tmp_path: Path,
-) -> None:
+def test_parameter_servers_with_standbys_are_killed_and_training_does_not_go_back(toy_job: ToyJob) -> None:
+    pods = toy_job.pods
     config = {"embedding_parameter_server_config": {"standbys": 1, "standby_deadline_sec": 60}}
-    (tmp_path / "toy" / "global.yml").write_text(yaml.safe_dump(config))
-    toy["spec"]["embeddingParameterServer"]["standbys"] = 1
-    toy["spec"]["restartPolicy"] = "OnFailure"
-    namespace.apply(toy)
-    await_batches(namespace, run_pods, 20)
+    (toy_job.folder / "global.yml").write_text(yaml.safe_dump(config))
+    toy_job.spec["embeddingParameterServer"]["standbys"] = 1
+    toy_job.spec["restartPolicy"] = "OnFailure"
+    toy_job.start(20)
     # The other one takes over, and the killed one is started again as its standby.
     has_copy = "has every row and change"
     names = ("adult-income-embedding-ps-0", "adult-income-standby-0")
     for killed, other in (names, names[::-1]):
-        namespace.await_(lambda killed=killed: has_copy in run_pods[killed].log, "a standby", TIMEOUT_S)
-        run_pods[killed].kill()
-        namespace.await_(lambda other=other: has_copy in run_pods[other].log, "a new standby", TIMEOUT_S)
-        await_batches(namespace, run_pods, 20)
-    (tmp_path / "toy" / "enough").touch()
-    status = namespace.await_phase("adult-income", "Succeeded", TIMEOUT_S)
+        toy_job.await_(lambda killed=killed: has_copy in pods[killed].log, "a standby")
+        pods[killed].kill()
+        toy_job.await_(lambda other=other: has_copy in pods[other].log, "a new standby")
+        toy_job.await_batches(20)
+    status, _ = toy_job.finish()
     assert status["restarts"] == 0
     assert {role: counts["restarts"] for role, counts in status["roles"].items() if counts["restarts"]} == {
         "embeddingParameterServer": 1,
         "standby": 1,
     }
-    report = json.loads((tmp_path / "toy" / "report.rank0.json").read_text())
-    assert report["batch_ids"] == list(range(int((tmp_path / "toy" / "num_sent").read_text())))
 
 
 def test_predictions_of_a_job_are_those_of_its_training(

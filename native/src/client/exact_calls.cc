@@ -28,7 +28,7 @@ Status RemoteClient::BeginExact(std::unique_ptr<ExactRows> rows) {
 void RemoteClient::EndExact() {
   const std::lock_guard lock(exact_mutex_);
   if (num_exact_ == 0 || --num_exact_ > 0) return;
-  exact_->Forget();  // it stays for its metrics
+  exact_->EndContext();  // it stays for its metrics
 }
 
 // A copy of the pointer, so that calls in progress keep the rows while another thread ends the

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "client/exact_test_util.h"
+#include "store/store_load.h"
 
 namespace persia::client {
 namespace {
@@ -39,10 +40,10 @@ struct ByHand {
     ExactRows::BatchPtr batch;
   };
 
-  explicit ByHand(Cluster& of) : cluster(of) {
+  explicit ByHand(Cluster& of, uint64_t max_bytes = ExactRows::kMaxBytes) : cluster(of) {
     EXPECT_TRUE(cluster.client().Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
     const auto slots = testing::Slots();
-    rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0));
+    rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0, max_bytes));
     EXPECT_TRUE(rows->Configure(Config(OptimizerKind::kAdam)).ok());
   }
   Lookup Begin() {
@@ -107,34 +108,68 @@ TEST(RowsOfRankTest, RowsThatAreClearedOrLoadedEndTheHold) {
   ExpectRowsOfServers(cluster);
 }
 
+// Rows of the first slot, all ones.
+struct Ones {
+  Ones() {
+    const auto slots = testing::Slots();
+    const auto table = Must(worker::SlotTable::Create(slots.feature_index_prefix_bit, slots.slots));
+    const worker::SlotConfig& slot = table.slots()[0];
+    std::vector<uint64_t> ids(100);
+    std::iota(ids.begin(), ids.end(), 0);
+    dim = slot.dim;
+    signs.resize(ids.size() * slot.num_buckets());
+    table.MakeSigns(slot, ids, signs.data());
+    values.assign(signs.size() * dim, 1.0f);
+  }
+  uint32_t dim;
+  std::vector<uint64_t> signs;
+  std::vector<float> values;
+};
+
+// What another process may do to the rows.
+using Change = void (*)(Cluster&);
+void Clear(Cluster& cluster) { ASSERT_TRUE(cluster.NewClient()->Clear(Soon()).ok()); }
+void SetRows(Cluster& cluster) {
+  const Ones ones;
+  const auto other = cluster.NewClient();
+  ASSERT_TRUE(other->SetEmbeddings(ones.dim, ones.signs, ones.values, Soon()).ok());
+}
+// As a server that loads a checkpoint: every row with new values and a fresh state.
+void Load(Cluster& cluster) {
+  const Ones ones;
+  const std::vector<uint32_t> ages(ones.signs.size(), 1);
+  for (const uint32_t server : {0, 1}) {
+    const auto load = Must(store::StoreLoad::Begin(cluster.server(server).embedding_store()));
+    ASSERT_TRUE(load->Replace(Config(OptimizerKind::kAdam)).ok());
+    ASSERT_TRUE(load->Add({.dim = ones.dim,
+                           .signs = ones.signs,
+                           .ages = ages,
+                           .embeddings = ones.values.data()})
+                    .ok());
+  }
+}
+
+class RowsOfOthersTest : public ::testing::TestWithParam<Change> {};
+
 // The rank does not know of it, as it has not made the call.
-TEST(RowsOfRankTest, RowsThatAnotherClientChangesEndTheHold) {
+TEST_P(RowsOfOthersTest, EndTheHoldOfAnIdleRank) {
   Cluster cluster(2);
   const Idle rank(cluster);
-  const auto other = cluster.NewClient();
-  ASSERT_TRUE(other->Clear(Soon()).ok());
-  ExpectRowsOfServers(cluster);
-  const auto slots = testing::Slots();
-  const auto table = Must(worker::SlotTable::Create(slots.feature_index_prefix_bit, slots.slots));
-  const worker::SlotConfig& slot = table.slots()[0];
-  std::vector<uint64_t> ids(100);
-  std::iota(ids.begin(), ids.end(), 0);
-  std::vector<uint64_t> signs(ids.size() * slot.num_buckets());
-  table.MakeSigns(slot, ids, signs.data());
-  const std::vector<float> ones(signs.size() * slot.dim, 1.0f);
-  ASSERT_TRUE(other->SetEmbeddings(slot.dim, signs, ones, Soon()).ok());
+  GetParam()(cluster);
   ExpectRowsOfServers(cluster);
 }
 
-TEST(RowsOfRankTest, RowsThatAnotherClientChangesUnderBatchesInFlightAreAnError) {
+TEST_P(RowsOfOthersTest, AreAnErrorUnderBatchesInFlight) {
   Cluster cluster(2);
   const Interrupted rank(cluster);
-  ASSERT_TRUE(cluster.NewClient()->Clear(Soon()).ok());
+  GetParam()(cluster);
   const auto failed =
       cluster.client().LookupWhole(cluster.Register(BatchOf(0)), BatchOf(0), Soon()).status();
   EXPECT_EQ(failed.code(), StatusCode::kFailedPrecondition) << failed.ToString();
   EXPECT_NE(failed.message().find("set, cleared or loaded"), std::string::npos);
 }
+
+INSTANTIATE_TEST_SUITE_P(Changes, RowsOfOthersTest, ::testing::Values(&Clear, &SetRows, &Load));
 
 // Two lookups ask for the same rows; the second answer lacks its last float.
 TEST(RowsOfRankTest, ARefusedAnswerKeepsTheRowsOfABatchInFlight) {
@@ -172,6 +207,43 @@ TEST(RowsOfRankTest, TheEndOfTheContextFreesTheRows) {
   const Idle rank(cluster);
   cluster.client().EndExact();
   EXPECT_EQ(cluster.client().exact_rows()->metrics()["num_held_rows"], 0u);
+}
+
+// The script may keep a batch longer than the context; its release reaches the worker alone.
+TEST(RowsOfRankTest, TheEndOfTheContextFreesTheRowsOfABatchInFlight) {
+  Cluster cluster(1);
+  const Interrupted rank(cluster);
+  RemoteClient& client = cluster.client();
+  client.EndExact();
+  EXPECT_EQ(client.exact_rows()->metrics()["num_held_rows"], 0u);
+  EXPECT_TRUE(client.Release(rank.first, Soon()).ok());
+}
+
+// A thread that still looks up when the context ends.
+TEST(RowsOfRankTest, TheLastLookupOfAContextFreesItsRows) {
+  Cluster cluster(1);
+  ByHand rank(cluster);
+  const auto first = rank.Begin(), second = rank.Begin();
+  const auto reference = Must(rank.rows->Arrive(first.batch, 0, rank.Answer(first))).reference;
+  rank.rows->EndContext();
+  EXPECT_GT(rank.num_held(), 0u);
+  EXPECT_TRUE(rank.rows->Arrive(second.batch, 0, rank.Answer(second)).ok());
+  EXPECT_EQ(rank.num_held(), 0u);
+  const auto code = StatusCode::kFailedPrecondition;
+  EXPECT_EQ(rank.rows->Pool(reference).status().code(), code);
+  EXPECT_EQ(rank.rows->Apply(reference, 1.0f, {}).code(), code);
+  worker::LookupWholeRequest request;
+  EXPECT_EQ(rank.rows->Begin(BatchOf(0), &request, Soon()).status().code(), code);
+}
+
+TEST(RowsOfRankTest, ABoundOfZeroKeepsNoRowsWhenNoBatchIsInFlight) {
+  Cluster cluster(1);
+  ByHand rank(cluster, /*max_bytes=*/0);
+  const auto lookup = rank.Begin();
+  const auto reference = Must(rank.rows->Arrive(lookup.batch, 0, rank.Answer(lookup))).reference;
+  EXPECT_GT(rank.num_held(), 0u);
+  ASSERT_TRUE(rank.rows->End(reference).ok());
+  EXPECT_EQ(rank.num_held(), 0u);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "base/hash.h"
+#include "client/exact_batch.h"
 #include "store/whole_rows.h"
 
 namespace persia::client {
@@ -12,26 +13,9 @@ namespace persia::client {
 using worker::BatchReference;
 using worker::SlotGradient;
 
-// Working fields belong to the thread that works on the batch.
-struct ExactRows::Batch {
-  worker::LookupPlan plan;                 // of one server
-  std::vector<uint64_t> wanted;            // as in LookupWholeRequest
-  std::vector<uint32_t> cells;             // by sign number; kNoCell: not held
-  uint64_t number = 0;                     // in the order of lookups
-  std::vector<BatchReference> references;  // the last one is of the worker that holds it
-  uint64_t update = 0;                     // in the order of updates; 0: not applied
-  worker::ReducedGradients sums;
-  std::vector<const float*> sum_of;  // by sign number; null: without a gradient
-
-  std::span<const uint64_t> signs() const { return plan.requests[0].signs; }
-  bool Wants(uint32_t sign) const { return (wanted[sign / 64] >> sign % 64 & 1) != 0; }
-};
-
 namespace {
 
-bool IsSameWorker(const BatchReference& a, const BatchReference& b) {
-  return a.worker_index == b.worker_index && a.worker_incarnation == b.worker_incarnation;
-}
+constexpr char kEnded[] = "the context with consistency='exact' has ended";
 
 // The embeddings of no slot: they are pooled in the batch's training step.
 worker::LookupResult AbsentSlots(const worker::LookupPlan& plan, const BatchReference& reference) {
@@ -47,29 +31,16 @@ worker::LookupResult AbsentSlots(const worker::LookupPlan& plan, const BatchRefe
   return result;
 }
 
-// The slot's sums, where they can be sent in the place of its gradients; they are finite.
-void UseSums(const worker::LookupPlan& plan, std::span<const float* const> sum_of,
-             SlotGradient* gradient) {
-  for (const worker::PlannedFeature& feature : plan.features) {
-    const worker::PlannedGroup& group = plan.groups[feature.group];
-    if (feature.slot->name != gradient->slot || gradient->skipped) continue;
-    if (!feature.slot->embedding_summation || group.num_features != 1) return;
-    if (group.num_signs == 0) return;
-    gradient->num_rows = group.num_signs;
-    gradient->rows = sum_of[group.first_number];
-    gradient->summed = true;
-  }
-}
-
 }  // namespace
 
 StatusOr<std::unique_ptr<ExactRows>> ExactRows::Create(uint32_t feature_index_prefix_bit,
                                                        std::vector<worker::SlotConfig> slots,
-                                                       worker::SlotMask served,
-                                                       uint64_t max_bytes) {
+                                                       worker::SlotMask served, uint64_t max_bytes,
+                                                       uint64_t spare_bytes) {
   PERSIA_ASSIGN_OR_RETURN(worker::SlotTable table,
                           worker::SlotTable::Create(feature_index_prefix_bit, std::move(slots)));
-  return std::unique_ptr<ExactRows>(new ExactRows(std::move(table), served, max_bytes));
+  return std::unique_ptr<ExactRows>(
+      new ExactRows(std::move(table), served, max_bytes, spare_bytes));
 }
 
 Status ExactRows::Configure(const TrainConfig& config) {
@@ -107,11 +78,12 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
                                         : "rows are still being set, cleared or loaded");
   }
   PERSIA_RETURN_IF_ERROR(status_);
+  if (has_ended_) return FailedPrecondition(kEnded);
   if (policies_ == nullptr) return FailedPrecondition("the embedding optimizer is not configured");
   is_probing_ = in_use_.empty() && held_.size() > 0;
   batch->number = next_number_++;
   looking_up_.insert(batch->number);
-  in_use_.insert(batch->number);
+  in_use_.emplace(batch->number, batch);
   Want(*batch, request);
   return batch;
 }
@@ -270,27 +242,38 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Find(const BatchReference& reference) c
   return NotFound("batch ", reference.reference, " is not among the batches in flight");
 }
 
+StatusOr<ExactRows::BatchPtr> ExactRows::FindWithRows(const BatchReference& reference) const {
+  if (has_ended_) return FailedPrecondition(kEnded);
+  return Find(reference);
+}
+
 // With the worker's own functions: the same bits.
 StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) {
   BatchPtr batch;
   std::vector<const float*> rows;
   {
     const std::lock_guard lock(mutex_);
-    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    PERSIA_ASSIGN_OR_RETURN(batch, FindWithRows(reference));
+    ++num_pooling_;
     rows.reserve(batch->cells.size());
     for (const uint32_t cell : batch->cells) {
       rows.push_back(cell == HeldRows::kNoCell ? nullptr : held_.values(cell));
     }
   }
   const worker::LookupPlan& plan = batch->plan;
-  PERSIA_ASSIGN_OR_RETURN(
-      worker::EmbeddingsLayout layout,
-      worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_));
-  for (size_t i = 0; i < plan.features.size(); ++i) {
+  auto layout =
+      worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_);
+  for (size_t i = 0; layout.ok() && i < plan.features.size(); ++i) {
     if (!worker::Includes(served_, plan.features[i].slot->mode)) continue;
-    worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout.slots[i]);
+    worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout->slots[i]);
   }
-  return worker::DecodeEmbeddings(reference.worker_index, std::move(layout.message));
+  {
+    const std::lock_guard lock(mutex_);
+    --num_pooling_;
+    FreeMemory();
+  }
+  PERSIA_RETURN_IF_ERROR(layout.status());
+  return worker::DecodeEmbeddings(reference.worker_index, std::move(layout->message));
 }
 
 // Gradients are reduced without the lock, which lookups need meanwhile. One thread applies (see the
@@ -300,11 +283,12 @@ Status ExactRows::Apply(const BatchReference& reference, float scale,
   BatchPtr batch;
   {
     const std::lock_guard lock(mutex_);
-    PERSIA_ASSIGN_OR_RETURN(batch, Find(reference));
+    PERSIA_ASSIGN_OR_RETURN(batch, FindWithRows(reference));
   }
   if (batch->update != 0) return Status::Ok();
   PERSIA_ASSIGN_OR_RETURN(batch->sums, worker::ReduceGradients(batch->plan, scale, gradients));
   const std::lock_guard lock(mutex_);
+  if (has_ended_) return FailedPrecondition(kEnded);
   Replay(*batch);
   batch->update = next_update_++;
   unacknowledged_[batch->update] = batch;
@@ -334,101 +318,6 @@ void ExactRows::Replay(Batch& batch) {
   }
 }
 
-// Called by the threads that return gradients, in any order; this puts them in order. At most
-// kMaxOrderedReturns are on their way, since each may block a handler of the worker until the one
-// before it is applied.
-StatusOr<ExactRows::Outgoing> ExactRows::PrepareReturn(const BatchReference& reference,
-                                                       std::span<const SlotGradient> gradients,
-                                                       worker::Deadline deadline) {
-  Outgoing outgoing{.after = {}, .gradients = {gradients.begin(), gradients.end()}, .batch = {}};
-  std::unique_lock lock(mutex_);
-  PERSIA_RETURN_IF_ERROR(status_);
-  if (!batches_.contains(KeyOf(reference))) {
-    return FailedPrecondition("gradients of batch ", reference.reference,
-                              ", which consistency='exact' does not hold: it was looked up in "
-                              "another context, or has ended; train one context at a time");
-  }
-  PERSIA_ASSIGN_OR_RETURN(outgoing.batch, Find(reference));
-  const Batch& batch = *outgoing.batch;
-  if (batch.update == 0) return FailedPrecondition("the update was not applied at the rank first");
-  // One that goes to another worker waits for the acknowledgement of the one before it.
-  const auto may_be_sent = [&] {
-    if (!status_.ok() || !unacknowledged_.contains(batch.update)) return true;
-    if (batch.update >= unacknowledged_.begin()->first + worker::kMaxOrderedReturns) return false;
-    const auto before = unacknowledged_.find(batch.update - 1);
-    outgoing.after = {};
-    if (before == unacknowledged_.end()) return true;
-    outgoing.after = before->second->references.back();
-    return IsSameWorker(before->second->references.back(), reference);
-  };
-  if (!changed_.wait_until(lock, deadline, may_be_sent)) {
-    return DeadlineExceeded("the updates before that of batch ", reference.reference,
-                            " were not acknowledged");
-  }
-  PERSIA_RETURN_IF_ERROR(status_);
-  if (!batch.sums.nonfinite_features.empty()) return outgoing;  // the worker counts them
-  for (SlotGradient& gradient : outgoing.gradients) UseSums(batch.plan, batch.sum_of, &gradient);
-  return outgoing;
-}
-
-Status ExactRows::Finish(const BatchReference& reference, const worker::ReturnReport& report) {
-  const std::lock_guard lock(mutex_);
-  const auto found = batches_.find(KeyOf(reference));
-  if (found == batches_.end()) return status_;
-  const BatchPtr batch = found->second;
-  if (report.update.num_missing > 0) {
-    status_ =
-        FailedPrecondition("parameter servers had no row for ", report.update.num_missing,
-                           " gradients of batch ", reference.reference,
-                           ", which consistency='exact' has replayed: they were started again, or "
-                           "evict rows; load a checkpoint and begin a new context");
-  }
-  const Status status = status_;
-  EndLocked(batch);
-  return status;
-}
-
-void ExactRows::Fail(const BatchReference& reference, const Status& status) {
-  const std::lock_guard lock(mutex_);
-  const auto found = batches_.find(KeyOf(reference));
-  if (found == batches_.end()) return;
-  if (status_.ok()) status_ = status;
-  const BatchPtr batch = found->second;
-  EndLocked(batch);
-}
-
-// By a name of before it is only a copy at a worker that had seemed dead which ends.
-Status ExactRows::End(const BatchReference& reference) {
-  const std::lock_guard lock(mutex_);
-  moved_.erase(KeyOf(reference));
-  const auto found = batches_.find(KeyOf(reference));
-  if (found == batches_.end()) return Status::Ok();
-  const BatchPtr batch = found->second;
-  if (KeyOf(batch->references.back()) != KeyOf(reference)) return Status::Ok();
-  Status lost = Status::Ok();
-  if (status_.ok() && unacknowledged_.contains(batch->update)) {
-    lost = FailedPrecondition("batch ", reference.reference,
-                              " was given up after consistency='exact' had replayed its update, "
-                              "which the servers do not get: load a checkpoint and begin a new "
-                              "context");
-    status_ = lost;
-  }
-  EndLocked(batch);
-  return lost;
-}
-
-// The rows are needed a while: a lookup that began before this acknowledgement may bring values
-// that lack the update. They may be evicted once every such lookup has ended (Drain).
-void ExactRows::EndLocked(const BatchPtr& batch) {
-  unacknowledged_.erase(batch->update);
-  for (const BatchReference& name : batch->references) {
-    batches_.erase(KeyOf(name));
-  }
-  ended_.emplace_back(next_number_, batch);
-  Drain();
-  changed_.notify_all();
-}
-
 void ExactRows::EndLookup(const Batch& batch) {
   looking_up_.erase(batch.number);
   Drain();
@@ -440,18 +329,20 @@ void ExactRows::Drain() {
     in_use_.erase(ended_.front().second->number);
     ended_.pop_front();
   }
-  held_.Trim(in_use_.empty() ? next_number_ : *in_use_.begin());
+  held_.Trim(oldest_in_use());
+  FreeMemory();
   if (status_.ok() || !batches_.empty() || !looking_up_.empty() || !unacknowledged_.empty()) return;
   // Nothing is left of what was lost: the next batch reads the servers' rows.
   held_.Clear();
   status_ = Status::Ok();
 }
 
-Status ExactRows::WaitApplied(worker::Deadline deadline) {
-  std::unique_lock lock(mutex_);
-  const auto is_over = [&] { return unacknowledged_.empty() || !status_.ok(); };
-  if (changed_.wait_until(lock, deadline, is_over)) return status_;
-  return DeadlineExceeded(unacknowledged_.size(), " updates were not acknowledged");
+// Batches in flight name their rows by cells, which Compact() changes.
+void ExactRows::FreeMemory() {
+  if (num_pooling_ > 0) return;
+  if (has_ended_ && looking_up_.empty()) return held_.Clear();
+  if (!held_.IsWasteful() || !held_.Compact(oldest_in_use())) return;
+  for (const auto& [_, batch] : in_use_) held_.Find(batch->signs(), batch->cells);
 }
 
 Status ExactRows::CheckIdle(const char* what) const {
@@ -467,9 +358,10 @@ Status ExactRows::CheckIdleLocked(const char* what) const {
                             looking_up_.size(), ": do it before the loop or after it");
 }
 
-void ExactRows::Forget() {
+void ExactRows::EndContext() {
   const std::lock_guard lock(mutex_);
-  if (in_use_.empty()) held_.Clear();
+  has_ended_ = true;
+  FreeMemory();
 }
 
 Status ExactRows::BeginOtherRows(const char* what) {

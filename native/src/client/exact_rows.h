@@ -16,8 +16,8 @@
 //    the incarnation of its rows, which is another one if they have changed otherwise.
 //  * Updates are applied in one order, here and on the servers.
 //
-// Bounded by that and by the batches in flight (held_rows.h, ADR 64). Thread-safe; Pool and Apply
-// belong to one thread, the loop's.
+// Bounded by that and by the batches in flight (held_rows.h, ADR 64). Thread-safe; Pool, Apply and
+// EndContext belong to one thread, the loop's.
 #pragma once
 
 #include <condition_variable>
@@ -48,14 +48,16 @@ class ExactRows {
   struct Batch;
   using BatchPtr = std::shared_ptr<Batch>;
 
-  // Of rows that no batch in flight needs, as PERSIA_EXACT_ROW_BYTES.
+  // Of rows that no batch in flight needs, as PERSIA_EXACT_ROW_BYTES. Their memory may be half
+  // larger, and `spare_bytes`.
   static constexpr uint64_t kMaxBytes = uint64_t{1} << 30;
 
   // `slots` are those of the job's embedding workers; `served`: those that servers have.
   static StatusOr<std::unique_ptr<ExactRows>> Create(uint32_t feature_index_prefix_bit,
                                                      std::vector<worker::SlotConfig> slots,
                                                      worker::SlotMask served,
-                                                     uint64_t max_bytes = kMaxBytes);
+                                                     uint64_t max_bytes = kMaxBytes,
+                                                     uint64_t spare_bytes = HeldRows::kSpareBytes);
 
   // The config that the servers have. Call WaitApplied() before they get another one.
   // kFailedPrecondition: as store::CheckReplayable().
@@ -108,8 +110,9 @@ class ExactRows {
 
   // kFailedPrecondition, naming `what` is refused, while batches are in flight or looked up.
   Status CheckIdle(const char* what) const;
-  // Frees the memory of the rows, if no batch needs them.
-  void Forget();
+  // The context has ended: no call uses rows any more. Frees their memory once no lookup is under
+  // way. Calls fail with kFailedPrecondition from then on, except those that end a batch.
+  void EndContext();
   // Between the two, rows may change by other means than updates: none is held, and no lookup
   // begins. Fails as CheckIdle(). Sections may overlap.
   Status BeginOtherRows(const char* what);
@@ -119,8 +122,9 @@ class ExactRows {
  private:
   using Key = std::pair<uint64_t, uint64_t>;  // incarnation and reference
 
-  ExactRows(worker::SlotTable slots, worker::SlotMask served, uint64_t max_bytes)
-      : slots_(std::move(slots)), served_(served), held_(max_bytes) {}
+  ExactRows(worker::SlotTable slots, worker::SlotMask served, uint64_t max_bytes,
+            uint64_t spare_bytes)
+      : slots_(std::move(slots)), served_(served), held_(max_bytes, spare_bytes) {}
 
   static Key KeyOf(const BatchKey& key) { return {key.worker_incarnation, key.reference}; }
 
@@ -134,11 +138,16 @@ class ExactRows {
   // Adds the signs of rows that were not held to `inserted`, even if it fails.
   Status Insert(Batch& batch, const worker::WholeRows& answer, std::vector<uint64_t>* inserted);
   StatusOr<BatchPtr> Find(const worker::BatchReference& reference) const;
+  // Find() for a call that uses the batch's rows.
+  StatusOr<BatchPtr> FindWithRows(const worker::BatchReference& reference) const;
   void Replay(Batch& batch);
   void EndLocked(const BatchPtr& batch);
   void EndLookup(const Batch& batch);
   // Ends the need of ended batches for their rows, where no lookup needs them any more.
   void Drain();
+  // Returns memory that the rows do not use, unless Pool() is reading them.
+  void FreeMemory();
+  uint64_t oldest_in_use() const { return in_use_.empty() ? next_number_ : in_use_.begin()->first; }
   // Of a batch without an answer, or with one that is not right.
   void EndUse(const Batch& batch);
 
@@ -154,9 +163,11 @@ class ExactRows {
   std::map<Key, worker::BatchReference> moved_;  // names of before, of batches yet to arrive
   uint32_t num_other_rows_ = 0;                  // sections that have begun and not ended
   uint64_t next_number_ = 1;
-  std::set<uint64_t> looking_up_;  // numbers of lookups that have not ended
-  std::set<uint64_t> in_use_;      // numbers of batches that need their rows
-  bool is_probing_ = false;        // the first lookup after a time without batches
+  std::set<uint64_t> looking_up_;        // numbers of lookups that have not ended
+  std::map<uint64_t, BatchPtr> in_use_;  // batches that need their rows, by number
+  bool is_probing_ = false;              // the first lookup after a time without batches
+  uint32_t num_pooling_ = 0;             // calls of Pool(), which read rows without the lock
+  bool has_ended_ = false;               // the context
   std::deque<std::pair<uint64_t, BatchPtr>> ended_;  // with the first number of later lookups
   uint64_t next_update_ = 1;
   std::map<uint64_t, BatchPtr> unacknowledged_;  // by the order of updates

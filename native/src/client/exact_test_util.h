@@ -84,9 +84,11 @@ class ExactRank {
   ExactRank(Cluster& cluster, RemoteClient& client, uint32_t in_flight, uint32_t num_workers)
       : cluster_(cluster), client_(client), in_flight_(in_flight), num_workers_(num_workers) {}
 
-  static void Begin(RemoteClient& client, uint64_t max_bytes = ExactRows::kMaxBytes) {
+  static void Begin(RemoteClient& client, uint64_t max_bytes = ExactRows::kMaxBytes,
+                    uint64_t spare_bytes = HeldRows::kSpareBytes) {
     const auto slots = Slots();
-    auto rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0, max_bytes));
+    auto rows = Must(
+        ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0, max_bytes, spare_bytes));
     ASSERT_TRUE(client.BeginExact(std::move(rows)).ok());
   }
 

@@ -17,6 +17,7 @@ constexpr uint64_t kEntryBytes = 24;  // of the index, at its usual load
 constexpr uint64_t kMinVisits = 4096;
 constexpr uint64_t kOldShare = 8;       // one row in so many is older than the cutoff
 constexpr uint64_t kVisitsPerRow = 16;  // for each row inserted: finds two that are
+constexpr int kMaxWalks = 16;           // through the whole index
 
 }  // namespace
 
@@ -97,23 +98,39 @@ void HeldRows::Drop(uint64_t sign) {
 }
 
 // The batch number than which more than an eighth of the rows are older, and as many as are too
-// many; at most `oldest`.
-uint64_t HeldRows::Cutoff(uint64_t oldest) const {
+// many; at most `oldest`. `num_older` becomes the number of rows that are older.
+uint64_t HeldRows::Cutoff(uint64_t oldest, uint64_t* num_older) const {
   const double excess =
       static_cast<double>(num_bytes_ - max_bytes_) / static_cast<double>(num_bytes_);
   const auto num_wanted =
       static_cast<uint64_t>(static_cast<double>(size()) * std::max(excess, 1.0 / kOldShare));
   uint64_t cutoff = newest_ < kRecent ? 0 : newest_ - kRecent + 1;
-  for (uint64_t num_rows = num_older_; num_rows <= num_wanted && cutoff < oldest; ++cutoff) {
-    num_rows += num_used_[cutoff % kRecent];
+  for (*num_older = num_older_; *num_older <= num_wanted && cutoff < oldest; ++cutoff) {
+    *num_older += num_used_[cutoff % kRecent];
   }
   return std::min(cutoff, oldest);
 }
 
 void HeldRows::Trim(uint64_t oldest) {
+  if (num_bytes_ <= max_bytes_) {
+    num_inserted_ = 0;
+    return;
+  }
+  uint64_t num_older = 0;
+  const auto cutoff = static_cast<uint32_t>(Cutoff(oldest, &num_older));
+  if (num_older == 0) return;  // the walk for the rows inserted waits until it can evict any
   const uint64_t num_visits = kMinVisits + kVisitsPerRow * std::exchange(num_inserted_, 0);
-  if (num_bytes_ <= max_bytes_) return;
-  const auto cutoff = static_cast<uint32_t>(Cutoff(oldest));
+  Walk(cutoff, Walk(cutoff, num_visits));  // the first one ends at the end of the index
+  if (oldest <= newest_) return;
+  // A smaller excess is what each batch leaves where one is in flight at a time. Two walks evict
+  // the share of rows that are too many; rows of several sizes may need more.
+  for (int i = 0; i < kMaxWalks && num_bytes_ > max_bytes_ + max_bytes_ / 8; ++i) {
+    Walk(static_cast<uint32_t>(Cutoff(oldest, &num_older)), index_.size() + 1);
+  }
+}
+
+// Evicts rows beyond the bound that are older than the cutoff. Returns the visits that are left.
+uint64_t HeldRows::Walk(uint32_t cutoff, uint64_t num_visits) {
   std::vector<uint64_t> keys;  // the walk allows no removal
   uint64_t num_left = num_visits, num_bytes = num_bytes_;
   const bool is_over = index_.ForEachFrom(&next_key_, [&](const SignIndex::Entry& entry) {
@@ -124,8 +141,43 @@ void HeldRows::Trim(uint64_t oldest) {
     }
     return true;
   });
-  if (is_over) next_key_ = 0;
   for (const uint64_t key : keys) Remove(index_.Find(key));
+  if (is_over) next_key_ = 0;
+  return is_over ? num_left : 0;
+}
+
+bool HeldRows::IsWasteful() const {
+  const uint64_t wanted = std::max(max_bytes_, num_bytes_);
+  return memory_bytes() > wanted + wanted / 2 + spare_bytes_;
+}
+
+bool HeldRows::Compact(uint64_t oldest) {
+  store::RowSlabs slabs(&memory_);
+  SignIndex index;
+  uint64_t num_bytes = 0, next_key = 0;
+  const bool fits = index_.ForEachFrom(&next_key, [&](const SignIndex::Entry& entry) {
+    if (static_cast<int32_t>(entry.stamp - static_cast<uint32_t>(oldest)) < 0) return true;
+    const store::RowShape& shape = slabs_.shape(entry.cell);
+    const uint32_t cell = slabs.Allocate(slabs.FindOrAddPool(shape));
+    if (cell == kNoCell || !index.Insert({entry.key, cell, entry.stamp})) return false;
+    std::copy_n(slabs_.values(entry.cell), shape.Stride(), slabs.values(cell));
+    if (shape.has_scalar) *slabs.scalar(cell) = *slabs_.scalar(entry.cell);
+    num_bytes += slabs.row_bytes(cell) + kEntryBytes;
+    return true;
+  });
+  if (!fits) return false;
+  Clear();
+  slabs_ = std::move(slabs);
+  index_ = std::move(index);
+  num_bytes_ = num_bytes;
+  index_.ForEach([&](const SignIndex::Entry& entry) { Count(entry.stamp, 1); });
+  return true;
+}
+
+void HeldRows::Find(std::span<const uint64_t> signs, std::span<uint32_t> cells) const {
+  for (size_t i = 0; i < signs.size(); ++i) {
+    if (cells[i] != kNoCell) cells[i] = index_.Find(SignKey(signs[i]))->cell;
+  }
 }
 
 void HeldRows::Clear() {

@@ -4,7 +4,8 @@
 // with older stamps than the oldest batch that needs rows. So a batch neither counts the rows that
 // it holds nor releases them one by one.
 //
-// Bounded by `max_bytes`, and by the rows of batches that need them. Not thread-safe.
+// Bounded by `max_bytes`, and by the rows of batches that need them. A freed cell serves rows of
+// one shape alone, so the memory can exceed the rows: see IsWasteful(). Not thread-safe.
 #pragma once
 
 #include <array>
@@ -21,7 +22,10 @@ class HeldRows {
  public:
   static constexpr uint32_t kNoCell = store::RowSlabs::kNoCell;
 
-  explicit HeldRows(uint64_t max_bytes) : max_bytes_(max_bytes) {}
+  static constexpr uint64_t kSpareBytes = 16 << 20;
+
+  explicit HeldRows(uint64_t max_bytes, uint64_t spare_bytes = kSpareBytes)
+      : max_bytes_(max_bytes), spare_bytes_(spare_bytes) {}
 
   // Fills in the cells of signs that are held, which batch number `batch` uses from now on; those
   // of others become kNoCell. Returns how many are held. Batch numbers must not decrease.
@@ -36,9 +40,18 @@ class HeldRows {
   // Removes a row that was new, before another batch uses it.
   void Drop(uint64_t sign);
   // Evicts rows beyond the bound that no batch from `oldest` on has used, the oldest ones first,
-  // about. Walks a bounded part of the index, in proportion to the rows inserted since the last
-  // call.
+  // about. Walks a bounded part of the index, in proportion to the rows inserted while no more rows
+  // could be evicted. If there is no such batch, so that nothing waits, it walks until the rows
+  // beyond an eighth above the bound are evicted.
   void Trim(uint64_t oldest);
+  // Whether Compact() is worth its copies: the memory is more than half above the rows or the
+  // bound, whichever is more, and `spare_bytes` beyond that. A small job never compacts.
+  bool IsWasteful() const;
+  // Moves the rows that batches from `oldest` on have used into memory of their own, evicts all
+  // others, and frees the rest. Find() then has the new cells. False: no memory, nothing changed.
+  bool Compact(uint64_t oldest);
+  // Replaces cells of before Compact() by those of now; kNoCell stays.
+  void Find(std::span<const uint64_t> signs, std::span<uint32_t> cells) const;
   // All rows. No batch may need any.
   void Clear();
 
@@ -60,9 +73,10 @@ class HeldRows {
   void Count(uint32_t stamp, int64_t change);
   void Touch(store::SignIndex::Entry* entry, uint64_t batch);
   void Remove(store::SignIndex::Entry* entry);
-  uint64_t Cutoff(uint64_t oldest) const;
+  uint64_t Walk(uint32_t cutoff, uint64_t num_visits);
+  uint64_t Cutoff(uint64_t oldest, uint64_t* num_older) const;
 
-  const uint64_t max_bytes_;
+  const uint64_t max_bytes_, spare_bytes_;
   store::SlabMemory memory_;
   store::RowSlabs slabs_{&memory_};
   store::SignIndex index_;                    // the low 32 bits of a batch's number are its stamp
@@ -70,7 +84,7 @@ class HeldRows {
   uint64_t num_bytes_ = 0;                    // of the rows
   uint64_t num_older_ = 0;                    // rows that no recent batch has used
   std::array<uint64_t, kRecent> num_used_{};  // rows by the recent batch that used them last
-  uint64_t num_inserted_ = 0;                 // since the last Trim()
+  uint64_t num_inserted_ = 0;                 // since the last walk of Trim()
   uint64_t next_key_ = 0;                     // where the next walk of Trim() begins
 };
 

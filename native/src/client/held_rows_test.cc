@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <bit>
 #include <numeric>
 #include <vector>
 
@@ -73,6 +75,65 @@ TEST(HeldRowsTest, TellsRowsThatAreNew) {
   for (const uint64_t sign : {1, 2}) rows.Drop(sign);
   EXPECT_EQ(rows.size(), 0u);
   EXPECT_TRUE(rows.Insert(1, kShape, row.data(), 3)->is_new);
+}
+
+TEST(HeldRowsTest, EvictsAllThatIsBeyondTheBoundWhenNoBatchIsInFlight) {
+  for (const uint64_t max_bytes : {0, 100'000}) {
+    HeldRows rows(max_bytes);
+    for (uint64_t batch = 1; batch <= 8; ++batch) Look(rows, Signs(batch * 5000, 5000), batch);
+    for (int i = 0; i < 9; ++i) rows.Trim(/*oldest=*/1);
+    rows.Trim(/*oldest=*/9);
+    EXPECT_LE(rows.size(), max_bytes / (8 * sizeof(float)) * 9 / 8);
+    EXPECT_EQ(rows.size() > 0, max_bytes > 0);
+  }
+}
+
+TEST(HeldRowsTest, EvictsABurstWithTheNextBatch) {
+  constexpr uint64_t kBytes = 100'000;
+  HeldRows rows(kBytes);
+  for (uint64_t batch = 1; batch <= 8; ++batch) Look(rows, Signs(batch * 5000, 5000), batch);
+  for (int i = 0; i < 9; ++i) rows.Trim(/*oldest=*/1);
+  Look(rows, Signs(0, 10), 9);
+  rows.Trim(/*oldest=*/9);
+  rows.Trim(/*oldest=*/9);
+  EXPECT_LE(rows.size(), kBytes / (8 * sizeof(float)));
+}
+
+// Rows of one shape after many of another, whose cells it cannot use.
+TEST(HeldRowsTest, CompactsTheMemoryOfSeveralShapes) {
+  constexpr uint64_t kBytes = 8 << 20, kRows = 60'000;
+  constexpr store::RowShape kWide{.dim = 64, .state_floats = 64, .has_scalar = true};
+  HeldRows rows(kBytes);
+  std::vector<float> values(129);
+  for (uint64_t sign = 0; sign < kRows; ++sign) {
+    std::ranges::fill(values, static_cast<float>(sign));
+    ASSERT_TRUE(rows.Insert(sign, kWide, values.data(), sign < 100 ? 2 : 1).ok());
+  }
+  for (uint64_t batch = 2; batch < 100; ++batch) {
+    Look(rows, Signs(kRows + batch * 1000, 1000), batch);
+    rows.Trim(2);
+  }
+  EXPECT_GT(rows.memory_bytes(), 2 * kBytes);
+  ASSERT_TRUE(rows.IsWasteful());
+  auto signs = Signs(0, 101);
+  std::vector<uint32_t> cells(signs.size());
+  rows.Use(signs, 100, cells);
+  cells[100] = HeldRows::kNoCell;
+  ASSERT_TRUE(rows.Compact(2));
+  EXPECT_FALSE(rows.IsWasteful());
+  EXPECT_LT(rows.memory_bytes(), 2 * kBytes);
+  EXPECT_EQ(rows.size(), 100u + 98 * 1000);
+  rows.Find(signs, cells);
+  EXPECT_EQ(cells[100], HeldRows::kNoCell);
+  for (uint64_t sign = 0; sign < 100; ++sign) {
+    const store::RowView row = rows.View(cells[sign]);
+    EXPECT_EQ(row.values[63], static_cast<float>(sign));
+    EXPECT_EQ(row.state[63], static_cast<float>(sign));
+    EXPECT_EQ(std::bit_cast<float>(*row.scalar), static_cast<float>(sign));
+  }
+  EXPECT_EQ(Look(rows, Signs(kRows + 99'000, 1000), 101), 1000u);
+  rows.Trim(102);
+  EXPECT_LE(rows.size(), kBytes / (8 * sizeof(float)));
 }
 
 // New rows in each batch, and some that are frequent.

@@ -14,6 +14,7 @@
 #include "base/row_protocol.h"
 #include "net/rpc.h"
 #include "net/test_support.h"
+#include "store/store_load.h"
 
 namespace persia::server {
 namespace {
@@ -221,6 +222,36 @@ TEST_F(ParameterServerTest, SetRowsAndClear) {
   EXPECT_EQ(seen->values, rows);
   ASSERT_TRUE(Call(kClearRows, {}).ok());
   EXPECT_EQ(server_->embedding_store().size(), 0u);
+}
+
+// Ranks with consistency="exact" compare it with that of the rows which they hold.
+TEST_F(ParameterServerTest, RowsThatAreReplacedHaveAnotherIncarnation) {
+  ASSERT_TRUE(Configure(Config()).ok());
+  uint64_t last = Lookup(true)->stamp.incarnation;
+  const uint64_t first = last;
+  const auto expect_another = [&](const char* after) {
+    const uint64_t now = Lookup(true)->stamp.incarnation;
+    EXPECT_NE(now, last) << after;
+    EXPECT_NE(now, first) << after;
+    last = now;
+  };
+  ASSERT_TRUE(Update({9, 1}, {first, 0}, ones_).ok());
+  EXPECT_EQ(Lookup(true)->stamp.incarnation, first) << "an update replaces no rows";
+  ASSERT_TRUE(net::Call(channel_, kSetRows, {{kBlocks, kSigns}, ones_}, Soon()).ok());
+  expect_another("rows were set");
+  ASSERT_TRUE(Call(kClearRows, {}).ok());
+  expect_another("rows were cleared");
+  const auto load = store::StoreLoad::Begin(server_->embedding_store()).value();
+  ASSERT_TRUE(load->Replace(Config()).ok());
+  expect_another("a load has removed the rows");
+  const std::vector<uint32_t> ages(kSigns.size());
+  const store::LoadedRows rows{.dim = 3, .signs = kSigns, .ages = ages, .embeddings = ones_.data()};
+  ASSERT_TRUE(load->Add(rows).ok());
+  expect_another("rows were loaded");
+  ASSERT_TRUE(load->Apply({.removals = {kSigns}, .rows = {}}).ok());
+  expect_another("a packet has removed rows");
+  ASSERT_TRUE(load->Apply({.removals = {}, .rows = {rows}}).ok());
+  expect_another("a packet has changed rows");
 }
 
 TEST_F(ParameterServerTest, ConfigureTwiceAndDifferently) {

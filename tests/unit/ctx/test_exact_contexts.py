@@ -364,7 +364,7 @@ def test_a_batch_of_a_dead_worker_is_let_go(
 
         with monkeypatch.context() as patched:
             patched.setattr(ClusterBackend, "_call_worker", refuse)
-            patched.setattr(ClusterBackend, "is_gone", lambda *_: True)
+            patched.setattr(cluster, "is_gone", lambda *_: True)
             del batch
             ctx._pipeline.reaper.wait(60)
         assert held(cluster) == 0

@@ -14,6 +14,7 @@ from persia.pipeline.counters import Counters
 from persia.pipeline.lookup import LeaseReaper
 from persia.pipeline.prefetch import Prefetcher
 from tests.threads import expect_ended
+from tests.unit.data import worker_cluster
 
 
 class FakeBackend:
@@ -130,3 +131,6 @@ def no_threads_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     expect_ended(before)
+
+
+cluster, directory, backend = worker_cluster.cluster, worker_cluster.directory, worker_cluster.backend

@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +21,7 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.messaging.discovery import EventKind, ServiceEvent
-from persia.pipeline import backend as backend_module
-from persia.pipeline import failover
+from persia.pipeline import failover, workers
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.exact import ExactCalls
 from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
@@ -110,15 +108,6 @@ def test_a_batch_that_ends_during_a_call_is_not_registered_again() -> None:
     assert held.forget(SECOND) is SECOND  # nothing is kept
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    for worker in cluster.workers:
-        worker.stop()
-    cluster.server.stop()
-
-
 @pytest.mark.parametrize("sent", [True, False])
 def test_an_update_that_the_dead_worker_sent_is_not_applied_again(cluster: Cluster, sent: bool) -> None:
     client = cluster.client
@@ -152,19 +141,6 @@ def test_a_host_whose_name_is_not_found_may_be_up(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(socket, "create_connection", fail)
     assert not is_down("worker:1")
-
-
-@pytest.fixture
-def directory(cluster: Cluster) -> WorkerDirectory:
-    return WorkerDirectory(cluster)
-
-
-@pytest.fixture
-def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
-    backend = ClusterBackend(directory)
-    yield backend
-    backend.close()
 
 
 def test_gradients_go_on_to_another_worker_when_theirs_dies(
@@ -227,8 +203,8 @@ def test_the_only_worker_is_not_dropped(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seem_dead(monkeypatch, *cluster.addresses)
-    backend._drop_dead_workers({None})
-    assert sorted(backend._workers) == [0, 1]
+    backend._workers.drop_dead({None})
+    assert sorted(backend._workers._used) == [0, 1]
 
 
 def test_only_the_workers_of_slow_calls_are_looked_at(
@@ -236,7 +212,7 @@ def test_only_the_workers_of_slow_calls_are_looked_at(
 ) -> None:
     looked_at: list[str] = []
     monkeypatch.setattr(failover, "is_down", looked_at.append)
-    backend._drop_dead_workers({1})
+    backend._workers.drop_dead({1})
     assert looked_at == [cluster.addresses[1]]
 
 
@@ -244,7 +220,7 @@ def test_a_worker_that_only_seemed_dead_is_used_again(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seem_dead(monkeypatch, cluster.addresses[1])
-    backend._drop_dead_workers({1})
+    backend._workers.drop_dead({1})
     reference = register(cluster, 1)
     result = backend.lookup(reference, requires_grad=True, id_features=IDS)
     assert result.reference.worker_index == 0
@@ -259,11 +235,11 @@ def test_a_worker_that_only_seemed_dead_is_used_again(
 def test_batches_that_continued_elsewhere_are_released_at_a_worker_that_only_seemed_dead(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "_PROBE_S", 1.0)
+    monkeypatch.setattr(workers, "PROBE_S", 1.0)
     backend._abandoned._pause_s = 0.05
     seem_dead(monkeypatch, cluster.addresses[1])
     references = [register(cluster, 1) for _ in range(3)]
-    backend._drop_dead_workers({1})
+    backend._workers.drop_dead({1})
     for reference in references:
         assert backend.lookup(reference, requires_grad=True, id_features=IDS).reference.worker_index == 0
     assert cluster.workers[1].stats()["num_buffered"] == 3
@@ -309,7 +285,7 @@ def test_a_call_is_repeated_at_a_worker_that_was_given_up_under_it_and_lives(
     def call(at: BatchReference) -> str:
         calls.append(at)
         if len(calls) == 1:
-            backend._num_dropped += 1  # and the worker has answered another thread since
+            backend._workers._num_dropped += 1  # and the worker has answered another thread since
             raise UnavailableError("the channel was closed")
         return "answer"
 
@@ -326,7 +302,7 @@ def test_a_worker_that_has_left_is_no_dead_one(
     directory.tell(ServiceEvent(EventKind.LEFT, directory.here[1]))
     cluster.workers[1].stop()
     assert backend.return_gradients(reference, GRADIENT, scale=1.0).num_updated == 1
-    assert sorted(backend._workers) == [0]
+    assert sorted(backend._workers._used) == [0]
     assert "has died" not in log.text
 
 
@@ -339,7 +315,7 @@ def test_a_worker_is_gone_once_another_one_answers_at_its_index(
     assert not backend.is_gone(reference), "no answer is no death"
     directory.here.append(info(1, 99, here.address))
     assert backend.is_gone(reference)
-    assert backend._workers[1].incarnation == 99
+    assert backend._workers._used[1].incarnation == 99
     assert backend.is_gone(reference)
 
 
@@ -351,8 +327,8 @@ def test_a_call_is_repeated_though_as_many_workers_are_dead_as_before(
     def call() -> str:
         calls.append(1)
         if len(calls) == 1:
-            backend._use(info(1, 99, directory.here[1].address))
-            backend._dead.clear()  # as when a worker is found that only seemed dead
+            backend._workers._use(info(1, 99, directory.here[1].address))
+            backend._workers._dead.clear()  # as when a worker is found that only seemed dead
             raise UnavailableError("dead")
         return "answer"
 
@@ -394,7 +370,7 @@ def test_workers_are_looked_at_side_by_side(
         return address == cluster.addresses[1]
 
     monkeypatch.setattr(failover, "is_down", is_down)
-    assert failover.find_down(list(backend._workers.values())) == [backend._workers[1]]
+    assert failover.find_down(list(backend._workers._used.values())) == [backend._workers._used[1]]
 
 
 def test_a_look_that_fails_leaves_no_threads(
@@ -403,7 +379,7 @@ def test_a_look_that_fails_leaves_no_threads(
     """The fixtures of every test look for threads."""
     monkeypatch.setattr(failover, "is_down", int)  # the address is no number
     with pytest.raises(ValueError, match="invalid literal"):
-        failover.find_down(list(backend._workers.values()))
+        failover.find_down(list(backend._workers._used.values()))
 
 
 def test_the_dense_part_of_a_message_is_not_kept() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,28 +28,6 @@ from tests.unit.data.worker_cluster import (
 )
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    for worker in cluster.workers:
-        worker.stop()
-    cluster.server.stop()
-
-
-@pytest.fixture
-def directory(cluster: Cluster) -> WorkerDirectory:
-    return WorkerDirectory(cluster)
-
-
-@pytest.fixture
-def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
-    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
-    backend = ClusterBackend(directory)
-    yield backend
-    backend.close()
-
-
 @pytest.fixture(params=[lambda *_: None, away], ids=["silent", "away"])
 def probes(directory: WorkerDirectory, request: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Workers do not answer. The second look for one fails, as it would be followed by many."""
@@ -70,7 +48,7 @@ def test_a_worker_that_a_loader_found_first_is_waited_for(
 ) -> None:
     """The rank may have lost its broker at that moment."""
     reference, probe = register(cluster, 1), directory.probe
-    del backend._workers[1]
+    del backend._workers._used[1]
     answers: list[Any] = [probe, lambda *_: None, away]
     monkeypatch.setattr(directory, "probe", lambda *arguments: answers.pop()(*arguments))
     result = backend.lookup(reference, requires_grad=True, id_features=IDS)
@@ -93,7 +71,7 @@ def test_a_batch_of_another_incarnation_continues_after_one_look(
 def test_an_evaluation_does_not_wait_for_an_unknown_worker(
     backend: ClusterBackend, probes: list[int]
 ) -> None:
-    del backend._workers[1]
+    del backend._workers._used[1]
     backend.lookup(BatchReference(1, 4711, 1), requires_grad=False, id_features=IDS)
     assert probes == [1]
 
@@ -102,7 +80,7 @@ def test_a_release_does_not_wait_for_an_unknown_worker(
     backend: ClusterBackend, probes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One thread releases all batches of a context."""
-    del backend._workers[1]
+    del backend._workers._used[1]
     monkeypatch.setattr(backend, "is_gone", lambda _: False)
     with pytest.raises(UnavailableError):
         backend.release(BatchReference(1, 4711, 1))
@@ -204,6 +182,6 @@ def test_a_newcomer_is_configured_after_an_unforeseen_error(log: Any) -> None:
 def test_a_newcomer_that_is_refused_does_not_stop_the_events(
     backend: ClusterBackend, directory: WorkerDirectory, log: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend, "_use", away)
+    monkeypatch.setattr(backend._workers, "_use", away)
     directory.tell(ServiceEvent(EventKind.JOINED, info(1, 99, "h:1")))
     assert "is not usable: the broker is away" in log.text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from persia.messaging.discovery import ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.pipeline import failover
+from persia.pipeline.backend import ClusterBackend
 
 IDS = _native.encode_id_features(
     1, [("a", np.array([5], dtype=np.uint64), np.array([0, 1], dtype=np.uint32))]
@@ -62,6 +63,28 @@ class WorkerDirectory:
 
     def probe(self, role: str, index: int, timeout_s: float) -> ServiceInfo | None:
         return next((worker for worker in self.here if worker.index == index), None)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    for worker in cluster.workers:
+        worker.stop()
+    cluster.server.stop()
+
+
+@pytest.fixture
+def directory(cluster: Cluster) -> WorkerDirectory:
+    return WorkerDirectory(cluster)
+
+
+@pytest.fixture
+def backend(directory: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterBackend]:
+    monkeypatch.setenv("PERSIA_DEADLINE_SEC", "120")
+    backend = ClusterBackend(directory)
+    yield backend
+    backend.close()
 
 
 def info(index: int, incarnation: int, address: str) -> ServiceInfo:
