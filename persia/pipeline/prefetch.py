@@ -23,7 +23,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.lookup import BatchLease, LookupService
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 from persia.pipeline.source import BatchSource, PendingBatch
-from persia.pipeline.staleness import LookupStage, StalenessGate
+from persia.pipeline.staleness import LookAhead, LookupStage, StalenessGate
 
 
 class Prefetcher:
@@ -38,12 +38,20 @@ class Prefetcher:
         *,
         forward_buffer_size: int,
         num_workers: int,
+        late: bool = False,
     ) -> None:
-        """`deferred`: the stages after the service's first lookup of a batch, the loosest first."""
+        """Begins to look up.
+
+        Args:
+            deferred: the stages after the service's first lookup of a batch, the loosest first.
+            late: lookups begin as late as the loop permits, see `LookAhead`.
+        """
         self._source = source
         self._service = service
         self._gate = gate
-        self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)  # to `next`
+        self._look_ahead = LookAhead(forward_buffer_size) if late else None
+        ahead = self._look_ahead.bound if self._look_ahead is not None else forward_buffer_size
+        self._ready: BoundedQueue[_Lookup] = BoundedQueue(ahead)  # to `next`
         self._work: _Work = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
         self._deferred = [
             # One more than `_ready` holds: the feeder puts a batch here first, and must not wait here for a
@@ -86,6 +94,7 @@ class Prefetcher:
             for stage in self._deferred:
                 lookup.complete = stage.put(lookup.complete)
             # Before `_work`: a place in `_ready` is what bounds the lookups ahead of the loop.
+            lookup.was_held = self._ready.is_full
             self._ready.put(lookup)
             self._work.put(lookup)
         except QueueClosed:
@@ -113,6 +122,7 @@ class Prefetcher:
             raise DeadlineExceededError(
                 f"no batch became ready within {timeout_s:g} s (timeout_ms)"
             ) from failure
+        self._adapt(lookup)
         try:
             batch = lookup.complete.result(deadline.left_s())
         except FutureTimeoutError as failure:
@@ -129,6 +139,18 @@ class Prefetcher:
         # After `_yielded`: who reads the position finds a batch there that the loop is not done with.
         self._source.yielded(batch.batch_id)
         return batch
+
+    def _adapt(self, lookup: _Lookup) -> None:
+        """`lookup` is about to be given to the loop."""
+        if self._look_ahead is None:
+            return
+        following = self._ready.first()
+        bound = self._look_ahead.took(
+            was_held=lookup.was_held,
+            is_ready=lookup.complete.done(),
+            next_is_ready=following is not None and following.complete.done(),
+        )
+        self._ready.set_capacity(bound)
 
     def held(self, source: BatchSource) -> list[int]:
         """The batch_ids of `source` that the loop has got, and neither trained nor dropped."""
@@ -200,6 +222,7 @@ class _Lookup:
         self.release_permit: Callable[[], None] = lambda: None  # a batch without gradient takes no permit
         self.future: Future[PersiaTrainingBatch] = Future()  # the result of the first lookup
         self.complete = self.future  # what the loop gets, with the slots of deferred stages
+        self.was_held = False  # it has waited for the bound of lookups ahead
         self._begun = threading.Lock()  # a test-and-set flag
 
     def run(self, service: LookupService) -> None:

@@ -53,6 +53,22 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def set_capacity(self, capacity: int) -> None:
+        """Of later items: those queued stay, also beyond it."""
+        with self._changed:
+            self._capacity = capacity
+            self._changed.notify_all()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `put` would wait now."""
+        return len(self._items) + len(self._reserved) >= self._capacity
+
+    def first(self) -> T | None:
+        """The item that `get` would return now, left in the queue."""
+        with self._changed:
+            return self._items[0] if self._items else None
+
     def put(self, item: T) -> None:
         """Waits for room. Raises QueueClosed when the queue is closed or failed."""
         with self._changed:
@@ -82,9 +98,7 @@ class BoundedQueue(Generic[T]):
             self._changed.notify_all()
 
     def _wait_for_room(self) -> None:
-        self._changed.wait_for(
-            lambda: self._closed or len(self._items) + len(self._reserved) < self._capacity
-        )
+        self._changed.wait_for(lambda: self._closed or not self.is_full)
         if self._closed:
             raise QueueClosed
 

@@ -17,6 +17,10 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
+# In a row before the bound shrinks. A rare slow lookup must not cost a wait each time. And a bound of N shows
+# its effect after N steps: judged sooner, it would swing.
+_SPARE_STEPS, _SPARE_ROUNDS = 32, 2
+
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
 
@@ -181,3 +185,37 @@ class StalenessGate:
         self._in_flight += change
         if self._counters is not None:
             self._counters.flight(change)
+
+
+class LookAhead:
+    """How many batches the prefetcher looks up ahead of the loop: as few as keep the loop from waiting.
+
+    A lookup that begins earlier than it must misses the updates of the batches in between, for no gain in
+    speed. The bound grows by a quarter when the loop waits for a lookup that the bound has held back, and
+    shrinks by a sixteenth when lookups were done a whole step too early for some time; by one at least. So
+    it settles at the time of a lookup divided by that of a step (docs/adr/0069). Pure; not thread-safe.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_spare = 0  # batches in a row that could have been looked up a step later
+        self.bound = 1
+
+    def took(self, *, was_held: bool, is_ready: bool, next_is_ready: bool) -> int:
+        """The loop takes a batch; returns the new bound.
+
+        Args:
+            was_held: its lookup has waited for the bound.
+            is_ready: it is looked up, so the loop need not wait.
+            next_is_ready: so is the batch after it.
+        """
+        if is_ready and next_is_ready:
+            self._num_spare += 1
+        else:
+            self._num_spare = 0
+        if was_held and not is_ready:
+            self.bound = min(self._most, self.bound + max(1, self.bound // 4))
+        elif self._num_spare >= max(_SPARE_STEPS, _SPARE_ROUNDS * self.bound):
+            self._num_spare = 0
+            self.bound -= max(1, self.bound // 16) if self.bound > 1 else 0
+        return self.bound
