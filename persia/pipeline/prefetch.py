@@ -94,7 +94,6 @@ class Prefetcher:
             for stage in self._deferred:
                 lookup.complete = stage.put(lookup.complete)
             # Before `_work`: a place in `_ready` is what bounds the lookups ahead of the loop.
-            lookup.was_held = self._ready.is_full
             self._ready.put(lookup)
             self._work.put(lookup)
         except QueueClosed:
@@ -122,7 +121,6 @@ class Prefetcher:
             raise DeadlineExceededError(
                 f"no batch became ready within {timeout_s:g} s (timeout_ms)"
             ) from failure
-        self._adapt(lookup)
         try:
             batch = lookup.complete.result(deadline.left_s())
         except FutureTimeoutError as failure:
@@ -133,24 +131,14 @@ class Prefetcher:
             ) from failure
         if batch.lease is not None:
             self._yielded.append(batch.lease)
-            QUEUE_OF_READY.record(
-                batch.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
-            )
+            now_ns = time.monotonic_ns()
+            QUEUE_OF_READY.record(batch.ready_ns, now_ns, batch.lease.reference.reference, batch.batch_id)
+            if self._look_ahead is not None:
+                lookup_s = (batch.ready_ns - lookup.begun_ns) / 1e9
+                self._ready.set_capacity(self._look_ahead.took(now_ns / 1e9, lookup_s))
         # After `_yielded`: who reads the position finds a batch there that the loop is not done with.
         self._source.yielded(batch.batch_id)
         return batch
-
-    def _adapt(self, lookup: _Lookup) -> None:
-        """`lookup` is about to be given to the loop."""
-        if self._look_ahead is None:
-            return
-        following = self._ready.first()
-        bound = self._look_ahead.took(
-            was_held=lookup.was_held,
-            is_ready=lookup.complete.done(),
-            next_is_ready=following is not None and following.complete.done(),
-        )
-        self._ready.set_capacity(bound)
 
     def held(self, source: BatchSource) -> list[int]:
         """The batch_ids of `source` that the loop has got, and neither trained nor dropped."""
@@ -222,12 +210,13 @@ class _Lookup:
         self.release_permit: Callable[[], None] = lambda: None  # a batch without gradient takes no permit
         self.future: Future[PersiaTrainingBatch] = Future()  # the result of the first lookup
         self.complete = self.future  # what the loop gets, with the slots of deferred stages
-        self.was_held = False  # it has waited for the bound of lookups ahead
+        self.begun_ns = 0  # `time.monotonic_ns()`
         self._begun = threading.Lock()  # a test-and-set flag
 
     def run(self, service: LookupService) -> None:
         if not self._begun.acquire(blocking=False):
             return
+        self.begun_ns = time.monotonic_ns()
         try:
             # Taken by `DeferredStage._feed`, or by `Prefetcher.next`.
             self.future.set_result(service.look_up(self.pending, self.release_permit))

@@ -59,16 +59,6 @@ class BoundedQueue(Generic[T]):
             self._capacity = capacity
             self._changed.notify_all()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether `put` would wait now."""
-        return len(self._items) + len(self._reserved) >= self._capacity
-
-    def first(self) -> T | None:
-        """The item that `get` would return now, left in the queue."""
-        with self._changed:
-            return self._items[0] if self._items else None
-
     def put(self, item: T) -> None:
         """Waits for room. Raises QueueClosed when the queue is closed or failed."""
         with self._changed:
@@ -98,7 +88,9 @@ class BoundedQueue(Generic[T]):
             self._changed.notify_all()
 
     def _wait_for_room(self) -> None:
-        self._changed.wait_for(lambda: self._closed or not self.is_full)
+        self._changed.wait_for(
+            lambda: self._closed or len(self._items) + len(self._reserved) < self._capacity
+        )
         if self._closed:
             raise QueueClosed
 

@@ -17,9 +17,9 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
-# In a row before the bound shrinks. A rare slow lookup must not cost a wait each time. And a bound of N shows
-# its effect after N steps: judged sooner, it would swing.
-_SPARE_STEPS, _SPARE_ROUNDS = 32, 2
+# Of `LookAhead`: the fewest steps between two measurements; the lookups beyond what was measured, for times that
+# vary and processes that share a processor; and how fast it forgets a short lookup.
+_STEPS, _SPARE, _RISE = 32, 3, 1.02
 
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
@@ -191,31 +191,31 @@ class LookAhead:
     """How many batches the prefetcher looks up ahead of the loop: as few as keep the loop from waiting.
 
     A lookup that begins earlier than it must misses the updates of the batches in between, for no gain in
-    speed. The bound grows by a quarter when the loop waits for a lookup that the bound has held back, and
-    shrinks by a sixteenth when lookups were done a whole step too early for some time; by one at least. So
-    it settles at the time of a lookup divided by that of a step (docs/adr/0069). Pure; not thread-safe.
+    speed. The bound is the time of a lookup divided by that of a step, and some more. The time is that of
+    the shortest lookup: others may have waited for each other, and would not end sooner if they began
+    sooner. It rises slowly until a shorter one follows, as networks change (docs/adr/0069). Pure; not
+    thread-safe.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._num_spare = 0  # batches in a row that could have been looked up a step later
-        self.bound = 1
+        self._measured_s: float | None = None  # when
+        self._num_steps = 0  # since then
+        self._lookup_s = math.inf
+        self.bound = min(most, 1 + _SPARE)
 
-    def took(self, *, was_held: bool, is_ready: bool, next_is_ready: bool) -> int:
-        """The loop takes a batch; returns the new bound.
-
-        Args:
-            was_held: its lookup has waited for the bound.
-            is_ready: it is looked up, so the loop need not wait.
-            next_is_ready: so is the batch after it.
-        """
-        if is_ready and next_is_ready:
-            self._num_spare += 1
-        else:
-            self._num_spare = 0
-        if was_held and not is_ready:
-            self.bound = min(self._most, self.bound + max(1, self.bound // 4))
-        elif self._num_spare >= max(_SPARE_STEPS, _SPARE_ROUNDS * self.bound):
-            self._num_spare = 0
-            self.bound -= max(1, self.bound // 16) if self.bound > 1 else 0
+    def took(self, now_s: float, lookup_s: float) -> int:
+        """The loop takes a batch whose lookup has taken `lookup_s`; returns the new bound."""
+        self._lookup_s = min(self._lookup_s, lookup_s)
+        if self._measured_s is None:
+            self._measured_s = now_s
+            return self.bound
+        self._num_steps += 1
+        # A bound of N shows its effect after N steps.
+        if self._num_steps >= max(_STEPS, 2 * self.bound):
+            # A step that waits for its lookup is longer than it need be; `_SPARE` lets the bound grow then.
+            step_s = max((now_s - self._measured_s) / self._num_steps, 1e-6)
+            self.bound = min(self._most, math.ceil(self._lookup_s / step_s) + _SPARE)
+            self._lookup_s *= _RISE
+            self._measured_s, self._num_steps = now_s, 0
         return self.bound

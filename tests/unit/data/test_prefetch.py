@@ -138,7 +138,7 @@ def lookups_ahead(host: Any, backend: Any, lookup_s: float, step_s: float) -> li
 
 def test_lookups_begin_as_late_as_the_loop_permits(fake_host: Any, fake_backend: Any) -> None:
     ahead = lookups_ahead(fake_host, fake_backend, lookup_s=0, step_s=0.003)
-    assert sorted(ahead)[50] <= 2  # 1, or 2 where the loop has just taken a batch
+    assert sorted(ahead)[50] <= 5  # 4, or one more where the loop has just taken a batch
 
 
 def test_slow_lookups_begin_early_enough(fake_host: Any, fake_backend: Any) -> None:
