@@ -17,8 +17,8 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
-# Of `LookAhead`: the fewest steps between two measurements; the lookups beyond what was measured, for times that
-# vary and processes that share a processor; and how fast it forgets a short lookup.
+# Of `LookAhead`: the fewest steps between two measurements; the lookups beyond what was measured, for times
+# that vary and processes that share a processor; and how fast it forgets a short lookup.
 _STEPS, _SPARE, _RISE = 32, 3, 1.02
 
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
