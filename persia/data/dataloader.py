@@ -21,7 +21,8 @@ class DataLoader:
 
     Args:
         dataset: a `StreamingDataset`, iterated once, or an `IterableDataset`, any number of times.
-        forward_buffer_size: batches looked up ahead of the loop.
+        forward_buffer_size: most batches looked up ahead of the loop. Hybrid mode looks up fewer where the
+            loop need not wait for them.
         timeout_ms: longest wait for one batch; then DeadlineExceededError. The end of the data is
             announced, so a time-out is always a failure.
         num_workers: lookups at a time.

@@ -23,7 +23,7 @@ from persia.pipeline.batch import PersiaTrainingBatch
 from persia.pipeline.lookup import BatchLease, LookupService
 from persia.pipeline.queues import BoundedQueue, Deadline, QueueClosed
 from persia.pipeline.source import BatchSource, PendingBatch
-from persia.pipeline.staleness import LookupStage, StalenessGate
+from persia.pipeline.staleness import LookAhead, LookupStage, StalenessGate
 
 
 class Prefetcher:
@@ -38,12 +38,20 @@ class Prefetcher:
         *,
         forward_buffer_size: int,
         num_workers: int,
+        late: bool = False,
     ) -> None:
-        """`deferred`: the stages after the service's first lookup of a batch, the loosest first."""
+        """Begins to look up.
+
+        Args:
+            deferred: the stages after the service's first lookup of a batch, the loosest first.
+            late: lookups begin as late as the loop permits, see `LookAhead`.
+        """
         self._source = source
         self._service = service
         self._gate = gate
-        self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)  # to `next`
+        self._look_ahead = LookAhead(forward_buffer_size) if late else None
+        ahead = self._look_ahead.bound if self._look_ahead is not None else forward_buffer_size
+        self._ready: BoundedQueue[_Lookup] = BoundedQueue(ahead)  # to `next`
         self._work: _Work = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
         self._deferred = [
             # One more than `_ready` holds: the feeder puts a batch here first, and must not wait here for a
@@ -123,9 +131,11 @@ class Prefetcher:
             ) from failure
         if batch.lease is not None:
             self._yielded.append(batch.lease)
-            QUEUE_OF_READY.record(
-                batch.ready_ns, time.monotonic_ns(), batch.lease.reference.reference, batch.batch_id
-            )
+            now_ns = time.monotonic_ns()
+            QUEUE_OF_READY.record(batch.ready_ns, now_ns, batch.lease.reference.reference, batch.batch_id)
+            if self._look_ahead is not None:
+                lookup_s = (batch.ready_ns - lookup.begun_ns) / 1e9
+                self._ready.set_capacity(self._look_ahead.took(now_ns / 1e9, lookup_s))
         # After `_yielded`: who reads the position finds a batch there that the loop is not done with.
         self._source.yielded(batch.batch_id)
         return batch
@@ -200,11 +210,13 @@ class _Lookup:
         self.release_permit: Callable[[], None] = lambda: None  # a batch without gradient takes no permit
         self.future: Future[PersiaTrainingBatch] = Future()  # the result of the first lookup
         self.complete = self.future  # what the loop gets, with the slots of deferred stages
+        self.begun_ns = 0  # `time.monotonic_ns()`
         self._begun = threading.Lock()  # a test-and-set flag
 
     def run(self, service: LookupService) -> None:
         if not self._begun.acquire(blocking=False):
             return
+        self.begun_ns = time.monotonic_ns()
         try:
             # Taken by `DeferredStage._feed`, or by `Prefetcher.next`.
             self.future.set_result(service.look_up(self.pending, self.release_permit))

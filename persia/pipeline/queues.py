@@ -53,6 +53,12 @@ class BoundedQueue(Generic[T]):
     def __len__(self) -> int:
         return len(self._items)
 
+    def set_capacity(self, capacity: int) -> None:
+        """Of later items: those queued stay, also beyond it."""
+        with self._changed:
+            self._capacity = capacity
+            self._changed.notify_all()
+
     def put(self, item: T) -> None:
         """Waits for room. Raises QueueClosed when the queue is closed or failed."""
         with self._changed:

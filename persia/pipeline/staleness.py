@@ -17,6 +17,10 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
+# Of `LookAhead`: the fewest steps between two measurements; the lookups beyond what was measured, for times
+# that vary and processes that share a processor; and how fast it forgets a short lookup.
+_STEPS, _SPARE, _RISE = 32, 3, 1.02
+
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
 
@@ -181,3 +185,37 @@ class StalenessGate:
         self._in_flight += change
         if self._counters is not None:
             self._counters.flight(change)
+
+
+class LookAhead:
+    """How many batches the prefetcher looks up ahead of the loop: as few as keep the loop from waiting.
+
+    A lookup that begins earlier than it must misses the updates of the batches in between, for no gain in
+    speed. The bound is the time of a lookup divided by that of a step, and some more. The time is that of
+    the shortest lookup: others may have waited for each other, and would not end sooner if they began
+    sooner. It rises slowly until a shorter one follows, as networks change (docs/adr/0069). Pure; not
+    thread-safe.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._measured_s: float | None = None  # when
+        self._num_steps = 0  # since then
+        self._lookup_s = math.inf
+        self.bound = min(most, 1 + _SPARE)
+
+    def took(self, now_s: float, lookup_s: float) -> int:
+        """The loop takes a batch whose lookup has taken `lookup_s`; returns the new bound."""
+        self._lookup_s = min(self._lookup_s, lookup_s)
+        if self._measured_s is None:
+            self._measured_s = now_s
+            return self.bound
+        self._num_steps += 1
+        # A bound of N shows its effect after N steps.
+        if self._num_steps >= max(_STEPS, 2 * self.bound):
+            # A step that waits for its lookup is longer than it need be; `_SPARE` lets the bound grow then.
+            step_s = max((now_s - self._measured_s) / self._num_steps, 1e-6)
+            self.bound = min(self._most, math.ceil(self._lookup_s / step_s) + _SPARE)
+            self._lookup_s *= _RISE
+            self._measured_s, self._num_steps = now_s, 0
+        return self.bound

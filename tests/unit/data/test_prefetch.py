@@ -68,6 +68,7 @@ def start(
     num_workers: int = 4,
     forward_buffer_size: int = 5,
     later: Sequence[LookupStage] = (),
+    late: bool = False,
 ) -> Prefetcher:
     counters = host.counters
     prefetcher = Prefetcher(
@@ -77,6 +78,7 @@ def start(
         [(stage, StalenessGate(stage.mode.bound, None)) for stage in later],
         forward_buffer_size=forward_buffer_size,
         num_workers=num_workers,
+        late=late,
     )
     host.prefetchers.append(prefetcher)
     return prefetcher
@@ -109,6 +111,39 @@ def test_staleness_bounds_batches_between_lookup_and_settlement(
     assert seen == 30
     assert max(most) <= staleness
     assert fake_host.counters.staleness().in_flight == 0
+
+
+def lookups_ahead(host: Any, backend: Any, lookup_s: float, step_s: float) -> list[int]:
+    """How far each lookup began ahead of the batch that the loop had, of a late prefetcher of up to 9."""
+    ahead: list[int] = []
+    begun = [threading.Event() for _ in range(101)]
+    taken = 0
+
+    def note(number: int) -> None:
+        ahead.append(number - taken)
+        begun[number].set()
+        time.sleep(lookup_s)
+
+    backend.on_lookup = note
+    source = ListSource([pending(i) for i in range(101)])
+    prefetcher = start(host, source, num_workers=9, forward_buffer_size=9, late=True)
+    for taken in range(100):
+        batch = prefetcher.next(30)
+        assert batch is not None
+        assert batch.batch_id == taken
+        assert begun[taken + 1].wait(30)  # however busy the machine is, the next lookup has its step of time
+        time.sleep(step_s)
+    return ahead
+
+
+def test_lookups_begin_as_late_as_the_loop_permits(fake_host: Any, fake_backend: Any) -> None:
+    ahead = lookups_ahead(fake_host, fake_backend, lookup_s=0, step_s=0.003)
+    assert sorted(ahead)[50] <= 5  # 4, or one more where the loop has just taken a batch
+
+
+def test_slow_lookups_begin_early_enough(fake_host: Any, fake_backend: Any) -> None:
+    ahead = lookups_ahead(fake_host, fake_backend, lookup_s=0.02, step_s=0)
+    assert max(ahead) >= 8
 
 
 def test_batches_without_gradient_take_no_permit(fake_host: Any) -> None:
