@@ -64,13 +64,14 @@ Status CheckFeature(const IdFeature& feature, uint32_t batch_size) {
     return FeatureError(feature, feature.offsets.size(), " offsets for a batch of ", batch_size,
                         "; batch_size + 1 are needed");
   }
-  if (feature.offsets.front() != 0 || feature.offsets.back() != feature.ids.size() ||
-      !NonDecreasing(feature.offsets)) {
+  const bool one_id_each = feature.offsets.data() == OneIdEach(batch_size).data();
+  if (feature.offsets.front() != 0 || feature.offsets.back() != feature.num_ids() ||
+      (!one_id_each && !NonDecreasing(feature.offsets))) {
     return FeatureError(feature,
                         "offsets must begin with 0, never decrease and end with the number of IDs");
   }
-  if (!feature.weights.empty() && feature.weights.size() != feature.ids.size()) {
-    return FeatureError(feature, feature.weights.size(), " weights for ", feature.ids.size(),
+  if (!feature.weights.empty() && feature.weights.size() != feature.num_ids()) {
+    return FeatureError(feature, feature.weights.size(), " weights for ", feature.num_ids(),
                         " IDs; one an ID is needed");
   }
   if (!AllFinite(feature.weights)) {
@@ -111,7 +112,7 @@ Status CutShort() {
 
 // Before memory is taken for them: a byte of the message may become 8.
 Status CheckIdBytes(const IdFeatures& batch, uint64_t num_ids, uint64_t max_id_bytes) {
-  const uint64_t num_bytes = batch.storage_bytes();
+  const uint64_t num_bytes = batch.storage_bytes;
   if (num_bytes <= max_id_bytes && num_ids <= (max_id_bytes - num_bytes) / sizeof(uint64_t)) {
     return Status::Ok();
   }
@@ -119,10 +120,26 @@ Status CheckIdBytes(const IdFeatures& batch, uint64_t num_ids, uint64_t max_id_b
                            " bytes, 8 for each: send smaller batches");
 }
 
+// The batch's from now on.
+template <typename Number>
+std::span<const Number> Store(std::vector<Number> numbers, IdFeatures* batch) {
+  const auto stored = std::make_shared<const std::vector<Number>>(std::move(numbers));
+  batch->storage.push_back(stored);
+  batch->storage_bytes += stored->size() * sizeof(Number);
+  return *stored;
+}
+
+// Without a branch, so that the compiler compares several at once.
+uint32_t Greatest(std::span<const uint32_t> numbers) {
+  uint32_t greatest = 0;
+  for (const uint32_t number : numbers) greatest = std::max(greatest, number);
+  return greatest;
+}
+
 // The offsets and IDs of version 3. Its numbers are the peer's word, and are compared here.
 Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t least,
-                  uint64_t num_distinct, uint64_t max_id_bytes, IdFeature* feature,
-                  IdFeatures* batch) {
+                  uint64_t num_distinct, uint64_t max_id_bytes, Numbering numbering,
+                  IdFeature* feature, IdFeatures* batch) {
   const uint32_t id_bytes = flags >> kIdBytesShift;
   const bool numbered = (flags & kNumbered) != 0;
   if ((flags & 0xff & ~kKnownFlags) != 0 || id_bytes < 1 || id_bytes > 8) {
@@ -142,24 +159,27 @@ Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t
   auto ids = ReadNumbers<uint64_t>(reader, static_cast<uint8_t>(id_bytes),
                                    numbered ? num_distinct : num_ids, least);
   if (numbered && num_ids > 0) {
-    const auto numbers = ReadNumbers<uint32_t>(reader, NumberBytes(num_distinct), num_ids);
+    auto numbers = ReadNumbers<uint32_t>(reader, NumberBytes(num_distinct), num_ids);
     if (!reader->ok()) return Status::Ok();
-    if (*std::ranges::max_element(numbers) >= num_distinct) {
+    if (Greatest(numbers) >= num_distinct) {
       return Corruption("ID features: feature '", feature->name, "' has a number above its ",
                         num_distinct, " distinct IDs");
     }
-    std::vector<uint64_t> all(num_ids);
-    for (size_t i = 0; i < all.size(); ++i) all[i] = ids[numbers[i]];
-    ids = std::move(all);
+    if (numbering == Numbering::kKeep) {
+      feature->numbers = Store(std::move(numbers), batch);
+    } else {
+      std::vector<uint64_t> all(num_ids);
+      for (size_t i = 0; i < all.size(); ++i) all[i] = ids[numbers[i]];
+      ids = std::move(all);
+    }
   }
-  const auto storage = std::make_shared<const std::vector<uint64_t>>(std::move(ids));
-  feature->ids = *storage;
-  batch->storage.push_back(storage);
+  feature->ids = Store(std::move(ids), batch);
   return Status::Ok();
 }
 
 // The order of the reads is the format; a message that is cut short shows at the end.
-Status ReadFeature(ByteReader* reader, uint32_t version, uint64_t max_id_bytes, IdFeatures* batch) {
+Status ReadFeature(ByteReader* reader, uint32_t version, uint64_t max_id_bytes, Numbering numbering,
+                   IdFeatures* batch) {
   const auto name_bytes = reader->Get<uint32_t>();
   const auto flags = reader->Get<uint32_t>();  // reserved in version 1
   const auto num_ids = reader->Get<uint64_t>();
@@ -169,8 +189,8 @@ Status ReadFeature(ByteReader* reader, uint32_t version, uint64_t max_id_bytes, 
     const auto num_distinct = reader->Get<uint64_t>();
     feature.name = reader->GetString(name_bytes);
     if (!reader->ok()) return CutShort();
-    PERSIA_RETURN_IF_ERROR(
-        ReadNarrow(reader, flags, num_ids, least, num_distinct, max_id_bytes, &feature, batch));
+    PERSIA_RETURN_IF_ERROR(ReadNarrow(reader, flags, num_ids, least, num_distinct, max_id_bytes,
+                                      numbering, &feature, batch));
   } else {
     feature.name = reader->GetString(name_bytes);
     feature.offsets = reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
@@ -289,7 +309,8 @@ StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch) {
   return writer.Release();
 }
 
-StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message, uint64_t max_id_bytes) {
+StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message, uint64_t max_id_bytes,
+                                      Numbering numbering) {
   ByteReader reader(message);
   const auto magic = reader.Get<uint32_t>();
   const auto version = reader.Get<uint32_t>();
@@ -303,7 +324,7 @@ StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message, uint64
   }
   PERSIA_RETURN_IF_ERROR(CheckHead(batch.batch_size, num_features));
   for (uint32_t i = 0; i < num_features; ++i) {
-    PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, max_id_bytes, &batch));
+    PERSIA_RETURN_IF_ERROR(ReadFeature(&reader, version, max_id_bytes, numbering, &batch));
   }
   // A message of a newer form would otherwise lose its end silently.
   if (reader.remaining() != 0) {

@@ -26,22 +26,25 @@ inline constexpr uint64_t kMaxIdBytes = uint64_t{1} << 30;
 struct IdFeature {
   // The slot's name in the embedding config. UTF-8 is not checked here.
   std::string_view name;
-  std::span<const uint32_t> offsets;  // [batch_size + 1], from 0 to ids.size(), never decreasing
+  std::span<const uint32_t> offsets;  // [batch_size + 1], from 0 to num_ids(), never decreasing
   std::span<const uint64_t> ids;
   std::span<const float> weights = {};  // one an ID, finite; empty: all 1
+  // Decoded with Numbering::kKeep: `ids` are distinct ones, and ID i is ids[numbers[i]]. Empty:
+  // `ids` are all IDs.
+  std::span<const uint32_t> numbers = {};
+
+  size_t num_ids() const { return numbers.empty() ? ids.size() : numbers.size(); }
 };
+
+// What a decoder does with IDs that the encoder has numbered.
+enum class Numbering : uint8_t { kExpand, kKeep };
 
 struct IdFeatures {
   uint32_t batch_size = 0;
   std::vector<IdFeature> features;
   // What decoded features view beside the message.
-  std::vector<std::shared_ptr<const std::vector<uint64_t>>> storage = {};
-
-  uint64_t storage_bytes() const {
-    uint64_t size = 0;
-    for (const auto& ids : storage) size += ids->size() * sizeof(uint64_t);
-    return size;
-  }
+  std::vector<std::shared_ptr<const void>> storage = {};
+  uint64_t storage_bytes = 0;
 };
 
 // Numbers the IDs of a feature where distinct IDs and numbers are fewer bytes. kInvalidArgument: no
@@ -53,6 +56,7 @@ StatusOr<std::vector<std::byte>> EncodeIdFeatures(const IdFeatures& batch);
 // Unpacked IDs may take 8 times the memory of the message. kResourceExhausted: they take more than
 // `max_id_bytes`. kCorruption: not the form of the wire format; otherwise as EncodeIdFeatures.
 StatusOr<IdFeatures> DecodeIdFeatures(std::span<const std::byte> message,
-                                      uint64_t max_id_bytes = kMaxIdBytes);
+                                      uint64_t max_id_bytes = kMaxIdBytes,
+                                      Numbering numbering = Numbering::kExpand);
 
 }  // namespace persia

@@ -169,9 +169,28 @@ TEST(IdFeatures, UnpackedIdsHaveABound) {
       Encoded({40, {{"age", column.offsets, column.ids}, {"height", column.offsets, column.ids}}});
   auto decoded = DecodeIdFeatures(message.span(), 2 * 40 * 8);
   ASSERT_TRUE(decoded.ok());
-  EXPECT_EQ(decoded->storage_bytes(), 2u * 40 * 8);
+  EXPECT_EQ(decoded->storage_bytes, 2u * 40 * 8);
   const Status refused = DecodeIdFeatures(message.span(), 2 * 40 * 8 - 1).status();
   EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused.ToString();
+}
+
+TEST(IdFeatures, NumbersMayStayAsTheyAreSent) {
+  const auto column = OneEach(40, [](uint64_t i) { return SignHash(i % 4); });
+  const Buffer message = Numbered();
+  auto decoded = DecodeIdFeatures(message.span(), kMaxIdBytes, Numbering::kKeep);
+  ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+  const IdFeature& feature = decoded->features[0];
+  EXPECT_EQ(feature.ids.size(), 4u);
+  ASSERT_EQ(feature.numbers.size(), 40u);
+  EXPECT_EQ(feature.num_ids(), 40u);
+  for (size_t i = 0; i < 40; ++i) EXPECT_EQ(feature.ids[feature.numbers[i]], column.ids[i]);
+  EXPECT_EQ(decoded->storage_bytes, 4u * 8 + 40 * 4);
+  // IDs that were sent as they are have no numbers.
+  const Buffer plain = Encoded(Batch());
+  auto all = DecodeIdFeatures(plain.span(), kMaxIdBytes, Numbering::kKeep);
+  ASSERT_TRUE(all.ok());
+  EXPECT_TRUE(all->features[0].numbers.empty());
+  EXPECT_EQ(all->features[0].num_ids(), kIds.size());
 }
 
 TEST(IdFeatures, MalformedWidthsAndNumbersAreCorruption) {

@@ -285,7 +285,7 @@ void Front::OnEnd(CallId call) {
     infers_.erase(found);
     return;
   }
-  infer.message->held->Add(request->samples.ids.storage_bytes());
+  infer.message->held->Add(request->samples.ids.storage_bytes);
   infer.submitted =
       std::make_shared<InferCall>(*this, call, infer, *std::move(request), std::move(log));
   infer.message.reset();

@@ -39,7 +39,7 @@ struct Samples {
   bool is_batch = false;  // `memory` is what `PersiaBatch.to_bytes` made, with labels and metadata
 
   uint32_t size() const { return ids.batch_size; }
-  uint64_t memory_bytes() const { return memory.size() + ids.storage_bytes(); }
+  uint64_t memory_bytes() const { return memory.size() + ids.storage_bytes; }
 };
 
 // Of a request's unpacked IDs, as many as the message has bytes, or as the largest message has by

@@ -91,6 +91,8 @@ struct Kernels {
   void (*add_scaled)(float* dst, const float* src, float factor, size_t n);  // dst += factor * src
   void (*scale)(float* dst, float factor, size_t n);                         // dst *= factor
   bool (*all_finite)(const float* values, size_t n);
+  // The greatest magnitude, 0 of none; NaN or infinite where an element is.
+  float (*max_magnitude)(const float* values, size_t n);
 
   Pooling pooling;  // of float32 rows
   // The way back of Pooling::copy_columns: `values` is read from front to back.

@@ -384,6 +384,25 @@ TEST(KernelsTest, LionDoesNotStepWhereItsDirectionIsZero) {
   }
 }
 
+TEST(KernelsTest, MaxMagnitudeFindsTheGreatestElementAnywhere) {
+  for (Isa isa : kAllIsas) {
+    const Kernels* kernels = KernelsFor(isa);
+    if (kernels == nullptr) continue;
+    EXPECT_EQ(kernels->max_magnitude(nullptr, 0), 0.0f);
+    for (size_t n : {1, 16, 37, 100}) {
+      for (size_t greatest = 0; greatest < n; ++greatest) {
+        std::vector<float> values(n, -1.5f);
+        values[greatest] = greatest % 2 == 0 ? 2.0f : -2.0f;
+        EXPECT_EQ(kernels->max_magnitude(values.data(), n), 2.0f) << kernels->name;
+        values[greatest] = -std::numeric_limits<float>::infinity();
+        EXPECT_TRUE(std::isinf(kernels->max_magnitude(values.data(), n))) << kernels->name;
+        values[greatest] = -std::nanf("");
+        EXPECT_TRUE(std::isnan(kernels->max_magnitude(values.data(), n))) << kernels->name;
+      }
+    }
+  }
+}
+
 TEST(KernelsTest, AllFiniteFindsASingleBadElementAnywhere) {
   for (Isa isa : kAllIsas) {
     const Kernels* kernels = KernelsFor(isa);

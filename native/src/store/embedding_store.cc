@@ -75,10 +75,44 @@ Status EmbeddingStore::Lookup(std::span<const RowBlock> blocks, LookupMode mode,
   const auto lock =
       mode == LookupMode::kTrain ? shards_.EnterForChange() : std::shared_lock(shards_.mutex());
   LookupReport counts;
-  const Status status = shards_.ForEach(blocks, [&](Shard& shard, std::span<const Run> runs) {
-    return shard.Lookup(runs, mode, rows, &counts);
-  });
+  // A store that is only filled has no updates to remember lookups for.
+  const bool has_updates = shards_.features().num_updates.load(std::memory_order_relaxed) > 0;
+  const Status status = mode == LookupMode::kTrain && shards_.tier() == nullptr && has_updates
+                            ? LookupAndRemember(blocks, rows, &counts)
+                            : shards_.ForEach(blocks, [&](Shard& shard, std::span<const Run> runs) {
+                                return shard.Lookup(runs, mode, rows, &counts);
+                              });
   if (report != nullptr) *report = counts;
+  return status;
+}
+
+Status EmbeddingStore::LookupAndRemember(std::span<const RowBlock> blocks, float* rows,
+                                         LookupReport* counts) {
+  std::unique_ptr<FoundRows> found = recent_.Begin();
+  Status status = found->signs.Build(blocks, shards_.count());
+  if (!status.ok()) return status;
+  found->Begin(shards_.count());
+  const auto look_up = [&](Shard& shard, uint32_t number, std::span<const Run> runs) {
+    return shard.Lookup(runs, LookupMode::kTrain, rows, counts, &found->cells_by_shard[number]);
+  };
+  PERSIA_RETURN_IF_ERROR(shards_.ForEachOf(&found->signs, look_up));
+  recent_.Keep(blocks, std::move(found));
+  return Status::Ok();
+}
+
+Status EmbeddingStore::UpdateFound(std::span<const RowBlock> blocks, const float* gradients,
+                                   UpdateReport* counts) {
+  std::unique_ptr<FoundRows> found = recent_.Take(blocks);
+  if (found == nullptr) {
+    return shards_.ForEach(blocks, [&](Shard& shard, std::span<const Run> runs) {
+      return shard.Update(runs, gradients, counts);
+    });
+  }
+  const auto update = [&](Shard& shard, uint32_t number, std::span<const Run> runs) {
+    return shard.Update(runs, gradients, counts, &found->cells_by_shard[number]);
+  };
+  const Status status = shards_.ForEachOf(&found->signs, update);
+  recent_.End(std::move(found));
   return status;
 }
 
@@ -94,7 +128,7 @@ Status EmbeddingStore::Update(std::span<const RowBlock> blocks, const float* gra
     return shard.Update(runs, gradients, &counts);
   };
   // What fails for want of room fails before any gradient is applied: the call may be repeated.
-  const Status status = shards_.tier() == nullptr ? shards_.ForEach(blocks, update)
+  const Status status = shards_.tier() == nullptr ? UpdateFound(blocks, gradients, &counts)
                                                   : shards_.ForEach(blocks, prepare, update);
   // Under the store's lock: a snapshot point sees an update whole, in the rows and in this number.
   if (status.ok()) ++shards_.features().num_updates;
@@ -146,6 +180,7 @@ Status EmbeddingStore::NumUpdates(std::span<const uint64_t> signs,
 StoreStats EmbeddingStore::stats() const {
   const std::shared_lock lock(shards_.mutex());
   StoreStats stats = shards_.Stats();
+  stats.memory_bytes += recent_.memory_bytes();
   if (const StoreTier* tier = shards_.tier()) stats.memory_bytes += tier->memory_bytes();
   if (const auto& changes = shards_.features().changes) {
     // Once for the store: shards only point to the set.

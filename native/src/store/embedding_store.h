@@ -32,6 +32,7 @@
 
 #include "base/status.h"
 #include "base/train_config.h"
+#include "store/recent_lookups.h"
 #include "store/shard_set.h"
 #include "store/store_tier.h"
 #include "store/types.h"
@@ -108,7 +109,13 @@ class EmbeddingStore {
  private:
   explicit EmbeddingStore(const Options& options) : shards_(options), tier_(&shards_) {}
 
+  // Lookup() and Update() of a store without a tier, whose rows stay where they are.
+  Status LookupAndRemember(std::span<const RowBlock> blocks, float* rows, LookupReport* counts);
+  Status UpdateFound(std::span<const RowBlock> blocks, const float* gradients,
+                     UpdateReport* counts);
+
   ShardSet shards_;
+  RecentLookups recent_;
   StoreTier tier_;  // its threads use shards_, and end first
 };
 

@@ -37,13 +37,19 @@ void Shard::SetTier(StoreTier* tier, CacheBudget budget, uint64_t num_pinned) {
   features_.cache = cache_.get();
 }
 
-Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows,
-                     LookupReport* report) {
+Status Shard::Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report,
+                     FoundCells* found) {
   Lock lock(mutex_);
   LookupReport counts;
+  const uint64_t num_removals = table_.num_removals();
   const Status status = mode == LookupMode::kInference
                             ? LookupForInference(&lock, runs, rows, &counts)
-                            : LookupForTraining(&lock, runs, rows, &counts);
+                            : LookupForTraining(&lock, runs, rows, &counts, found);
+  // Where it has removed rows, they may be of this lookup.
+  if (found != nullptr && status.ok() && counts.num_unadmitted == 0 &&
+      table_.num_removals() == num_removals) {
+    found->num_removals = num_removals;
+  }
   totals_.lookups += counts;
   *report += counts;
   return status;
@@ -71,9 +77,10 @@ Status Shard::LookupForInference(Lock* lock, std::span<const Run> runs, float* r
 }
 
 Status Shard::LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
-                                LookupReport* counts) {
+                                LookupReport* counts, FoundCells* found) {
   // The cell, not the entry: inserting moves entries.
   const auto copy = [&](const Run& run, const RowRef& ref, uint32_t cell) {
+    if (found != nullptr) found->by_row[ref.row] = cell;
     format_.Read(rows + run.FloatOffset(ref), table_.slabs().values(cell), run.dim);
   };
   std::vector<MissingRef>* missing = NoneMissing();
@@ -178,11 +185,18 @@ bool Shard::Admit(uint64_t key) {
   return policy.Admits(sign) && features_.sightings.Count(key) >= policy.admit_after();
 }
 
-Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report) {
+Status Shard::Update(std::span<const Run> runs, const float* gradients, UpdateReport* report,
+                     const FoundCells* found) {
   Lock lock(mutex_);
   UpdateReport counts;
   Status status;
-  for (const Run& run : runs) UpdateRun(&lock, run, gradients, &counts, &status);
+  // A snapshot saves rows by their index entries. Without policies there are no rows.
+  const bool has_cells = found != nullptr && found->num_removals == table_.num_removals() &&
+                         features_.snapshot == nullptr && table_.policies() != nullptr;
+  for (const Run& run : runs) {
+    has_cells ? UpdateFound(run, found->by_row, gradients, &counts)
+              : UpdateRun(&lock, run, gradients, &counts, &status);
+  }
   // Once for the call: rows that were promoted may be too many only now.
   if (cache_ != nullptr) status = cache_->EndUpdate(status);
   totals_.updates += counts;
@@ -221,6 +235,31 @@ void Shard::UpdateRun(Lock* lock, const Run& run, const float* gradients, Update
     if (status->ok()) *status = std::move(fetched);
   }
   counts->num_missing += missing->size();
+}
+
+// Rows and gradients are asked for ahead: both are far apart, as a request is divided by hash.
+void Shard::UpdateFound(const Run& run, std::span<const uint32_t> cells, const float* gradients,
+                        UpdateReport* counts) {
+  constexpr size_t kAhead = 48, kLineFloats = 16, kMaxFloats = 256;
+  const RowPolicies* policies = table_.policies();
+  const RowSlabs& slabs = table_.slabs();
+  const size_t row_floats = std::min(StrideOf(run), kMaxFloats);
+  RowSteps steps(run.dim, counts);
+  ChangeBatch changed(features_.changes);
+  for (size_t i = 0; i < run.refs.size(); ++i) {
+    if (i + kAhead < run.refs.size()) {
+      const RowRef& next = run.refs[i + kAhead];
+      const float* row = slabs.values(cells[next.row]);
+      for (size_t j = 0; j < row_floats; j += kLineFloats) __builtin_prefetch(row + j, 1);
+      __builtin_prefetch(gradients + run.FloatOffset(next));
+    }
+    const RowRef& ref = run.refs[i];
+    const uint32_t cell = cells[ref.row];
+    changed.Add(ref.key);
+    steps.Add(policies->OfKey(ref.key), slabs.View(cell), gradients + run.FloatOffset(ref));
+    if (features_.counts_updates) CountUpdate(slabs.values(cell), slabs.shape(cell));
+  }
+  steps.Flush();
 }
 
 // Groups first: evicting a group's rows may leave the room that the shard needs.

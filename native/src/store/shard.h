@@ -40,8 +40,11 @@ class alignas(64) Shard {
         bool counts_updates, RowDtype row_dtype);
 
   // Rows and reports as in EmbeddingStore; the counts are added to *report.
-  Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report);
-  Status Update(std::span<const Run> runs, const float* gradients, UpdateReport* report);
+  // `found`: a lookup for training fills it, its update is given it; null: the update searches.
+  Status Lookup(std::span<const Run> runs, LookupMode mode, float* rows, LookupReport* report,
+                FoundCells* found = nullptr);
+  Status Update(std::span<const Run> runs, const float* gradients, UpdateReport* report,
+                const FoundCells* found = nullptr);
   Status SetRows(std::span<const Run> runs, const float* rows);
   void AddStatsTo(StoreStats* stats) const;
   uint64_t size() const;
@@ -92,8 +95,8 @@ class alignas(64) Shard {
   // Under the mutex, which a tier's reads may release meanwhile.
   Status LookupForInference(Lock* lock, std::span<const Run> runs, float* rows,
                             LookupReport* counts);
-  Status LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows,
-                           LookupReport* counts);
+  Status LookupForTraining(Lock* lock, std::span<const Run> runs, float* rows, LookupReport* counts,
+                           FoundCells* found);
   // The passes of a training call: use(run, ref, cell) for rows that exist, with stamps of now; all
   // others are left in *missing. Counts hits and misses of the cache.
   template <typename Use>
@@ -103,6 +106,9 @@ class alignas(64) Shard {
   Status InsertMissing(const MissingRefs& missing, Use use, LookupReport* counts);
   void UpdateRun(Lock* lock, const Run& run, const float* gradients, UpdateReport* counts,
                  Status* status);
+  // The same for rows whose cells are known.
+  void UpdateFound(const Run& run, std::span<const uint32_t> cells, const float* gradients,
+                   UpdateReport* counts);
   StatusOr<bool> MakeRoomInGroups(bool keep_batch, LookupReport* counts);
   // Floats to prefetch for each row of the run, with its state.
   size_t StrideOf(const Run& run) const;

@@ -20,6 +20,7 @@
 #include <optional>
 #include <shared_mutex>
 #include <span>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -29,46 +30,13 @@
 #include "store/row_arrays.h"
 #include "store/row_policy.h"
 #include "store/shard.h"
+#include "store/signs_by_shard.h"
 #include "store/slab_memory.h"
 #include "store/snapshot_budget.h"
 #include "store/store_tier.h"
 #include "store/types.h"
 
 namespace persia::store {
-
-// The signs of one request, grouped by internal shard, in the order of the call within each shard.
-//
-// A thread reuses its object: a request allocates nothing once the largest has been
-// seen.
-class SignsByShard {
- public:
-  static SignsByShard& OfThread() {
-    thread_local SignsByShard signs;
-    return signs;
-  }
-
-  // kInvalidArgument: a dim of 0 or above kMaxDim, or 2^32 rows or more.
-  Status Build(std::span<const RowBlock> blocks, uint32_t num_shards);
-
-  bool IsEmpty(uint32_t shard) const { return ends_[shard] == ends_[shard + 1]; }
-  // Valid until the next call on this object.
-  std::span<const Run> RunsOf(uint32_t shard);
-
- private:
-  struct Block {
-    uint64_t first_row;
-    uint64_t first_float;
-    uint32_t dim;
-  };
-
-  Status AddBlocks(std::span<const RowBlock> blocks);
-
-  std::vector<Block> blocks_;
-  std::vector<uint64_t> keys_;  // by row
-  std::vector<RowRef> refs_;    // by shard
-  std::vector<uint32_t> ends_;  // shard s has refs_[ends_[s], ends_[s + 1])
-  std::vector<Run> runs_;
-};
 
 // A shared mutex whose exclusive owners do not wait for readers that arrive later.
 //
@@ -145,11 +113,19 @@ class ShardSet {
   SharedFeatures& features() { return features_; }
   const SharedFeatures& features() const { return features_; }
 
-  // Calls handle(shard, runs) for every shard that the request touches. With several handles, each
+  // Calls handle(shard, runs), or handle(shard, its number, runs), for every shard that the request
+  // touches. With several handles, each
   // passes over all shards before the next one starts. Stops at the first failure. The caller holds
   // mutex(), shared or exclusively.
   template <typename... Handles>
-  Status ForEach(std::span<const RowBlock> blocks, Handles... handles);
+  Status ForEach(std::span<const RowBlock> blocks, Handles... handles) {
+    SignsByShard& signs = SignsByShard::OfThread();
+    PERSIA_RETURN_IF_ERROR(signs.Build(blocks, count()));
+    return ForEachOf(&signs, handles...);
+  }
+  // The same for a request that was grouped before.
+  template <typename... Handles>
+  Status ForEachOf(SignsByShard* signs, Handles... handles);
 
   WriterFirstMutex& mutex() const { return mutex_; }
   // Locks for calls that change rows. They wait while a snapshot's memory is full, before they take
@@ -209,16 +185,18 @@ class ShardSet {
 };
 
 template <typename... Handles>
-Status ShardSet::ForEach(std::span<const RowBlock> blocks, Handles... handles) {
-  SignsByShard& signs = SignsByShard::OfThread();
-  PERSIA_RETURN_IF_ERROR(signs.Build(blocks, count()));
+Status ShardSet::ForEachOf(SignsByShard* signs, Handles... handles) {
   // Each call starts at another shard, so that concurrent calls do not queue up at every one.
   const uint32_t first = next_first_shard_.fetch_add(1, std::memory_order_relaxed) % count();
   const auto pass = [&](const auto& handle) {
     for (uint32_t i = 0; i < count(); ++i) {
       const uint32_t shard = (first + i) % count();
-      if (signs.IsEmpty(shard)) continue;
-      PERSIA_RETURN_IF_ERROR(handle(shards_[shard], signs.RunsOf(shard)));
+      if (signs->IsEmpty(shard)) continue;
+      if constexpr (std::is_invocable_v<decltype(handle), Shard&, std::span<const Run>>) {
+        PERSIA_RETURN_IF_ERROR(handle(shards_[shard], signs->RunsOf(shard)));
+      } else {
+        PERSIA_RETURN_IF_ERROR(handle(shards_[shard], shard, signs->RunsOf(shard)));
+      }
     }
     return Status::Ok();
   };

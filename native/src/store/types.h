@@ -126,7 +126,7 @@ struct TierStats {
   pool::PoolStats pool;
 };
 
-// A row of a request as an internal shard gets it; SignsByShard groups them (shard_set.h). The key
+// A row of a request as an internal shard gets it; SignsByShard groups them. The key
 // is computed once for a request: shard, index and policy all start from it.
 struct RowRef {
   uint64_t key;  // SignKey of the sign
@@ -154,6 +154,16 @@ struct Run {
 struct MissingRef {
   const Run* run;
   const RowRef* ref;
+};
+
+// Where the rows of one shard's part of a lookup are, for the update that follows.
+struct FoundCells {
+  static constexpr uint64_t kGone = UINT64_MAX;
+
+  std::span<uint32_t> by_row = {};  // cells, by row of the request
+  // RowTable::num_removals() at the lookup, as long as which cells hold; kGone: not all rows were
+  // found.
+  uint64_t num_removals = kGone;
 };
 
 // Rows of a checkpoint. They have one dim; the arrays are equally long, in the order of `signs`.

@@ -81,6 +81,22 @@ Status ReadOffsets(ByteReader* reader, const IndexHead& head, DistinctSlot* slot
                     std::to_string(head.num_ids));
 }
 
+// The kernel for scales other than 1 has a place for each sum.
+void AddPlain(const Bags& bags, const BagGradients& gradients, float scale, float* sums,
+              uint32_t num_rows) {
+  // Minus zero is what leaves every number as it is when it is added.
+  std::fill_n(sums, size_t{num_rows} * bags.dim, -0.0f);
+  if (scale == 1.0f) {
+    simd::ActiveKernels().add_bags(sums, gradients.begin, gradients.stride, bags.numbers.data(),
+                                   nullptr, 1, bags.num_bags, bags.dim);
+    return;
+  }
+  thread_local std::vector<float*> begins;
+  begins.resize(num_rows);
+  for (size_t n = 0; n < begins.size(); ++n) begins[n] = sums + n * bags.dim;
+  AddInPlace(bags, gradients, scale, begins);
+}
+
 }  // namespace
 
 // A slot alone in its group has all of the group's signs. Both ways have as many floats, and the
@@ -195,12 +211,7 @@ bool SumByRow(const DistinctSlot& slot, const float* gradients, float inverse_sc
   const BagGradients bag_gradients{gradients, slot.dim};
   const size_t num_floats = size_t{slot.num_rows} * slot.dim;
   if (bags.IsPlain()) {
-    thread_local std::vector<float*> begins;
-    begins.resize(slot.num_rows);
-    for (size_t n = 0; n < begins.size(); ++n) begins[n] = sums + n * slot.dim;
-    // Minus zero is what leaves every number as it is when it is added.
-    std::fill_n(sums, num_floats, -0.0f);
-    AddInPlace(bags, bag_gradients, inverse_scale, begins);
+    AddPlain(bags, bag_gradients, inverse_scale, sums, slot.num_rows);
   } else {
     thread_local GradientSums gathered;
     gathered.Build({&bags, 1}, {&bag_gradients, 1}, inverse_scale, slot.num_rows);

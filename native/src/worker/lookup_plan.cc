@@ -66,14 +66,14 @@ StatusOr<Feature> FindSlot(const IdFeature& feature, const SlotTable& slots) {
         "it has weights, but its slot is a raw one, whose rows are not summed: weigh "
         "them in the model, or set embedding_summation");
   }
-  return Feature{slot, feature.offsets, feature.ids, feature.weights};
+  return Feature{slot, feature.offsets, feature.ids, feature.weights, feature.numbers};
 }
 
 // Signs are numbered with 32 bits in a batch.
 Status CheckNumSigns(std::span<const Feature> features) {
   uint64_t num_signs = 0;
   for (const Feature& feature : features) {
-    num_signs += uint64_t{feature.ids.size()} * feature.slot->num_buckets();
+    num_signs += uint64_t{feature.num_ids()} * feature.slot->num_buckets();
     if (num_signs > UINT32_MAX) {
       return FeatureError(feature.slot->name,
                           "with it the batch has " + std::to_string(num_signs) +
@@ -92,10 +92,27 @@ bool HasOneIdEach(std::span<const uint32_t> offsets) {
   return differences == 0;
 }
 
+// From numbers of the signs of distinct IDs to those of all IDs.
+void SpreadNumbers(const Feature& feature, std::span<const uint32_t> of_distinct,
+                   std::vector<uint32_t>* numbers) {
+  const size_t num_buckets = feature.slot->num_buckets();
+  numbers->resize(feature.numbers.size() * num_buckets);
+  if (num_buckets == 1) {  // the loop of the others is slower
+    std::ranges::transform(feature.numbers, numbers->begin(),
+                           [&](uint32_t id) { return of_distinct[id]; });
+    return;
+  }
+  auto next = numbers->begin();
+  for (const uint32_t id : feature.numbers) {
+    next = std::copy_n(of_distinct.begin() + id * num_buckets, num_buckets, next);
+  }
+}
+
 }  // namespace
 
 StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots) {
-  PERSIA_ASSIGN_OR_RETURN(IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span()));
+  PERSIA_ASSIGN_OR_RETURN(IdFeatures decoded, DecodeIdFeatures(std::as_const(bytes).span(),
+                                                               kMaxIdBytes, Numbering::kKeep));
   FeatureBatch batch;
   batch.batch_size_ = decoded.batch_size;
   batch.features_.reserve(decoded.features.size());
@@ -104,7 +121,7 @@ StatusOr<FeatureBatch> FeatureBatch::Decode(Buffer bytes, const SlotTable& slots
     batch.features_.push_back(feature);
   }
   PERSIA_RETURN_IF_ERROR(CheckNumSigns(batch.features_));
-  batch.size_bytes_ = bytes.size() + decoded.storage_bytes();
+  batch.size_bytes_ = bytes.size() + decoded.storage_bytes;
   batch.bytes_ = std::move(bytes);  // the features' views stay where they are
   batch.ids_ = std::move(decoded.storage);
   return batch;
@@ -167,10 +184,10 @@ LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots
       const size_t num_known = signs_.keys().size();
       PlanFeature(feature, plan.batch_size, plan.num_signs(), slots, &plan.features[i]);
       if (counters != nullptr) {
-        counters->LookedUp(*feature.slot, feature.ids.size(), signs_.keys().subspan(num_known));
+        counters->LookedUp(*feature.slot, feature.num_ids(), signs_.keys().subspan(num_known));
       }
       plan.features[i].group = static_cast<uint32_t>(plan.groups.size());
-      plan.num_ids += feature.ids.size();
+      plan.num_ids += feature.num_ids();
       planned[i] = true;
       ++num_features;
     }
@@ -185,16 +202,25 @@ void LookupPlanner::PlanFeature(const Feature& feature, uint32_t batch_size, uin
   planned->offsets.assign(feature.offsets.begin(), feature.offsets.end());
   planned->weights.assign(feature.weights.begin(), feature.weights.end());
   planned->has_one_id_each = HasOneIdEach(feature.offsets);
-  const std::span<const uint64_t> items = feature.slot->embedding_summation
-                                              ? feature.ids
-                                              : KeepDistinct(feature, batch_size, &planned->index);
-  feature_signs_.resize(items.size() * feature.slot->num_buckets());
-  slots.MakeSigns(*feature.slot, items, feature_signs_.data());
-  planned->sign_numbers.resize(feature_signs_.size());
-  signs_.Insert(feature_signs_, planned->sign_numbers.data());
-  // Inserted, signs are numbered within their group;
-  // the group's numbers follow those routed so far.
+  if (!feature.slot->embedding_summation) {
+    NumberSigns(*feature.slot, KeepDistinct(feature, batch_size, &planned->index), slots,
+                &planned->sign_numbers);
+  } else if (feature.numbers.empty()) {
+    NumberSigns(*feature.slot, feature.ids, slots, &planned->sign_numbers);
+  } else {
+    NumberSigns(*feature.slot, feature.ids, slots, &distinct_numbers_);
+    SpreadNumbers(feature, distinct_numbers_, &planned->sign_numbers);
+  }
+  // The group's numbers follow those routed so far.
   for (uint32_t& number : planned->sign_numbers) number += first_number;
+}
+
+void LookupPlanner::NumberSigns(const SlotConfig& slot, std::span<const uint64_t> ids,
+                                const SlotTable& slots, std::vector<uint32_t>* numbers) {
+  feature_signs_.resize(ids.size() * slot.num_buckets());
+  slots.MakeSigns(slot, ids, feature_signs_.data());
+  numbers->resize(feature_signs_.size());
+  signs_.Insert(feature_signs_, numbers->data());
 }
 
 // A raw slot keeps the first sample_fixed_size IDs of a sample: those alone are looked up.
@@ -207,7 +233,13 @@ std::span<const uint64_t> LookupPlanner::KeepDistinct(const Feature& feature, ui
     const uint32_t begin = feature.offsets[sample];
     const size_t num_kept = std::min<size_t>(feature.offsets[sample + 1] - begin, width);
     uint32_t* cells = index->data() + sample * width;
-    distinct_ids_.Insert(feature.ids.subspan(begin, num_kept), cells);
+    if (feature.numbers.empty()) {
+      distinct_ids_.Insert(feature.ids.subspan(begin, num_kept), cells);
+    } else {
+      for (size_t i = 0; i < num_kept; ++i) {
+        distinct_ids_.Insert({&feature.ids[feature.numbers[begin + i]], 1}, cells + i);
+      }
+    }
     for (size_t i = 0; i < num_kept; ++i) ++cells[i];  // 0 is padding
   }
   return distinct_ids_.keys();

@@ -30,6 +30,10 @@ struct Feature {
   std::span<const uint32_t> offsets;
   std::span<const uint64_t> ids;
   std::span<const float> weights = {};  // one an ID; empty: all 1
+  // Not empty: `ids` are distinct, and ID i is ids[numbers[i]]. The loader has numbered them.
+  std::span<const uint32_t> numbers = {};
+
+  size_t num_ids() const { return numbers.empty() ? ids.size() : numbers.size(); }
 };
 
 // Owns the bytes of a registered batch and its IDs, and is dropped once its plan is made.
@@ -47,7 +51,7 @@ class FeatureBatch {
 
  private:
   Buffer bytes_;
-  std::vector<std::shared_ptr<const std::vector<uint64_t>>> ids_;
+  std::vector<std::shared_ptr<const void>> ids_;
   size_t size_bytes_ = 0;
   uint32_t batch_size_ = 0;
   std::vector<Feature> features_;
@@ -119,6 +123,9 @@ class LookupPlanner {
  private:
   void PlanFeature(const Feature& feature, uint32_t batch_size, uint32_t first_number,
                    const SlotTable& slots, PlannedFeature* planned);
+  // Makes signs of `ids`, and numbers them in their group.
+  void NumberSigns(const SlotConfig& slot, std::span<const uint64_t> ids, const SlotTable& slots,
+                   std::vector<uint32_t>* numbers);
   // For raw slots, whose rows are sent once for each distinct ID, and which tell by an index which
   // of them a sample has.
   std::span<const uint64_t> KeepDistinct(const Feature& feature, uint32_t batch_size,
@@ -130,7 +137,8 @@ class LookupPlanner {
   UniqueKeys signs_;         // of one group
   UniqueKeys distinct_ids_;  // of one raw slot
   std::vector<uint64_t> feature_signs_;
-  std::vector<uint32_t> num_routed_;  // by server, of one group
+  std::vector<uint32_t> distinct_numbers_;  // of the signs of a feature's distinct IDs
+  std::vector<uint32_t> num_routed_;        // by server, of one group
 };
 
 // Which of a plan's signs a step is about; called with each sign's group and number.

@@ -47,6 +47,69 @@ TEST(LookupPlanTest, DeduplicatesWithinAGroupInTheOrderOfFirstAppearance) {
   EXPECT_EQ(plan.num_signs(), 5u);
 }
 
+// 200 samples of IDs that repeat, so that the message has their numbers.
+TestFeature Repeating(const std::string& name, size_t ids_a_sample, uint64_t num_distinct) {
+  TestFeature feature{name, {}};
+  uint64_t count = 0;
+  for (size_t sample = 0; sample < 200; ++sample) {
+    std::vector<uint64_t>& ids = feature.samples.emplace_back();
+    while (ids.size() < ids_a_sample) ids.push_back(SignHash(count++ * 7 % num_distinct));
+  }
+  return feature;
+}
+
+// The order of first appearance is also that of servers' requests, so rows are inserted in it.
+TEST(LookupPlanTest, IdsThatTheLoaderNumberedHaveThePlanOfThoseThatItDidNot) {
+  const SlotTable slots = MakeSlots(
+      {{.name = "one", .dim = 4, .group = 0},
+       {.name = "shared", .dim = 4, .group = 0},
+       {.name = "stacked", .dim = 4, .hash_stack_rounds = 2, .hash_stack_size = 10, .group = 1},
+       {.name = "raw",
+        .dim = 4,
+        .embedding_summation = false,
+        .sample_fixed_size = 2,
+        .group = 2}});
+  const TestBatch features = {Repeating("one", 1, 20), Repeating("shared", 3, 30),
+                              Repeating("stacked", 2, 25), Repeating("raw", 3, 15)};
+  const FeatureBatch batch = MakeBatch(features, slots);
+  for (const Feature& feature : batch.features()) ASSERT_FALSE(feature.numbers.empty());
+  const LookupPlan plan = LookupPlanner().Make(batch, slots, 1);
+  const std::vector<uint64_t> by_number = SignsByNumber(plan);
+  std::vector<std::vector<uint64_t>> signs_of_group(3);
+  uint64_t num_ids = 0;
+  for (size_t f = 0; f < features.size(); ++f) {
+    const SlotConfig& slot = *slots.Find(features[f].name);
+    std::vector<uint64_t> ids;  // that are looked up
+    for (const auto& sample : features[f].samples) {
+      const size_t num_kept = slot.embedding_summation ? sample.size() : slot.sample_fixed_size;
+      ids.insert(ids.end(), sample.begin(), sample.begin() + num_kept);
+      num_ids += sample.size();
+    }
+    const PlannedFeature& planned = plan.features[f];
+    if (!slot.embedding_summation) {
+      const std::vector<uint64_t> distinct = Distinct(ids);
+      ASSERT_EQ(planned.index.size(), ids.size());
+      for (size_t i = 0; i < ids.size(); ++i) EXPECT_EQ(distinct[planned.index[i] - 1], ids[i]);
+      ids = distinct;
+    }
+    std::vector<uint64_t> signs(ids.size() * slot.num_buckets());
+    slots.MakeSigns(slot, ids, signs.data());
+    ASSERT_EQ(planned.sign_numbers.size(), signs.size());
+    for (size_t i = 0; i < signs.size(); ++i) {
+      EXPECT_EQ(by_number[planned.sign_numbers[i]], signs[i]) << slot.name << " " << i;
+    }
+    auto& all = signs_of_group[slot.group];
+    all.insert(all.end(), signs.begin(), signs.end());
+  }
+  std::vector<uint64_t> expected;
+  for (const auto& signs : signs_of_group) {
+    const std::vector<uint64_t> distinct = Distinct(signs);
+    expected.insert(expected.end(), distinct.begin(), distinct.end());
+  }
+  EXPECT_EQ(plan.requests[0].signs, expected);
+  EXPECT_EQ(plan.num_ids, num_ids);
+}
+
 TEST(LookupPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
   const SlotTable slots =
       MakeSlots({{.name = "raw", .dim = 4, .embedding_summation = false, .sample_fixed_size = 3}});

@@ -23,15 +23,9 @@ constexpr size_t kChunk = 1024;
 
 }  // namespace
 
-// Compared as integers, which order like the floats; as signed ones, which every processor compares
-// several at once.
 // Shared by the choice of a unit and by the reduction's check of overflow.
 float MaxMagnitude(std::span<const float> values) {
-  int32_t max_bits = 0;
-  for (const float value : values) {
-    max_bits = std::max(max_bits, std::bit_cast<int32_t>(value) & 0x7fffffff);
-  }
-  return std::bit_cast<float>(max_bits);
+  return simd::ActiveKernels().max_magnitude(values.data(), values.size());
 }
 
 StatusOr<WireDtype> ToWireDtype(uint32_t number) {

@@ -1,0 +1,167 @@
+// Updates of remembered lookups: the same rows as of updates that search for them.
+#include "store/recent_lookups.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+
+#include "store/store_snapshot.h"
+#include "store/store_test_util.h"
+
+namespace persia::store {
+namespace {
+
+constexpr uint32_t kDim = 4;
+constexpr EmbeddingStore::Options kOptions = {.capacity = 1000, .num_internal_shards = 4};
+
+std::unique_ptr<FoundRows> Found(const RowBlock& block) {
+  auto rows = std::make_unique<FoundRows>();
+  EXPECT_TRUE(rows->signs.Build({&block, 1}, 4).ok());
+  rows->Begin(4);
+  return rows;
+}
+
+TEST(RecentLookupsTest, TakesTheLookupOfTheSameSignsOnce) {
+  const std::vector<uint64_t> signs = Range(0, 100), others = Range(1, 101);
+  std::vector<uint64_t> swapped = signs;
+  std::swap(swapped[30], swapped[31]);  // between those that are sampled
+  const RowBlock block{kDim, signs}, other{kDim, others}, wider{kDim + 1, signs};
+  const RowBlock other_order{kDim, swapped};
+  RecentLookups lookups;
+  lookups.Keep({&block, 1}, Found(block));
+  EXPECT_EQ(lookups.Take({&other, 1}), nullptr);
+  EXPECT_EQ(lookups.Take({&wider, 1}), nullptr);
+  EXPECT_NE(lookups.Take({&block, 1}), nullptr);
+  EXPECT_EQ(lookups.Take({&block, 1}), nullptr);
+  lookups.Keep({&block, 1}, Found(block));
+  EXPECT_EQ(lookups.Take({&other_order, 1}), nullptr);
+}
+
+TEST(RecentLookupsTest, ForgetsTheOldestBeyondItsBytes) {
+  const std::vector<uint64_t> signs = Range(0, 100'000);
+  const RowBlock first{kDim, signs};
+  RecentLookups lookups;
+  lookups.Keep({&first, 1}, Found(first));
+  for (uint64_t i = 1; i < 20; ++i) {
+    const RowBlock block{kDim, std::span(signs).subspan(i)};
+    lookups.Keep({&block, 1}, Found(block));
+  }
+  EXPECT_LE(lookups.memory_bytes(), 2 * RecentLookups::kMaxBytes);
+  EXPECT_EQ(lookups.Take({&first, 1}), nullptr);
+  const RowBlock last{kDim, std::span(signs).subspan(19)};
+  EXPECT_NE(lookups.Take({&last, 1}), nullptr);
+}
+
+std::vector<float> Gradients(size_t num_rows) {
+  std::vector<float> gradients(num_rows * kDim);
+  for (size_t i = 0; i < gradients.size(); ++i) gradients[i] = static_cast<float>(i) * 0.125f;
+  return gradients;
+}
+
+// Of a request in two blocks, which is not that of the lookup: it searches.
+UpdateReport UpdateInTwo(EmbeddingStore& store, const std::vector<uint64_t>& signs,
+                         const std::vector<float>& gradients) {
+  UpdateReport report;
+  const auto all = std::span(signs);
+  const RowBlock blocks[] = {{kDim, all.first(1)}, {kDim, all.subspan(1)}};
+  EXPECT_TRUE(store.Update(blocks, gradients.data(), &report).ok());
+  return report;
+}
+
+// Looks signs up in two stores, calls `between` for each, and updates the one by what it remembers
+// and the other by a search.
+void ExpectSameUpdate(const TrainConfig& config, const EmbeddingStore::Options& options,
+                      const std::function<void(EmbeddingStore&)>& between) {
+  const std::vector<uint64_t> signs = Range(100, 150);
+  const std::vector<float> gradients = Gradients(signs.size());
+  const auto remembers = MakeStore(options, config), searches = MakeStore(options, config);
+  for (EmbeddingStore* store : {remembers.get(), searches.get()}) {
+    Update(*store, {1}, kDim, Gradients(1));  // before it, a store remembers nothing
+    Lookup(*store, signs, kDim);
+    between(*store);
+  }
+  const UpdateReport expected = UpdateInTwo(*searches, signs, gradients);
+  const UpdateReport report = Update(*remembers, signs, kDim, gradients);
+  EXPECT_EQ(report.num_updated, expected.num_updated);
+  EXPECT_EQ(report.num_missing, expected.num_missing);
+  const std::vector<uint64_t> all = Range(0, 1200);
+  EXPECT_EQ(Peek(*remembers, all, kDim), Peek(*searches, all, kDim));
+}
+
+TrainConfig Adagrad() {
+  TrainConfig config;
+  config.optimizer.kind = OptimizerKind::kAdagrad;
+  return config;
+}
+
+TEST(RecentLookupsTest, AnUpdateOfARememberedLookupHasTheSameRows) {
+  for (const TrainConfig& config : {SgdConfig(), Adagrad()}) {
+    ExpectSameUpdate(config, kOptions, [](EmbeddingStore&) {});
+    ExpectSameUpdate(config,
+                     {.capacity = 1000, .num_internal_shards = 4, .counts_updates = !IsOverATier()},
+                     [](EmbeddingStore&) {});
+  }
+}
+
+TEST(RecentLookupsTest, RowsThatWereInsertedSinceChangeNothing) {
+  ExpectSameUpdate(SgdConfig(), kOptions,
+                   [](EmbeddingStore& store) { Lookup(store, Range(200, 900), kDim); });
+}
+
+TEST(RecentLookupsTest, RowsThatWereEvictedSinceAreMissing) {
+  ExpectSameUpdate(SgdConfig(), {.capacity = 64, .num_internal_shards = 4},
+                   [](EmbeddingStore& store) { Lookup(store, Range(200, 232), kDim); });
+}
+
+TEST(RecentLookupsTest, RowsThatWereClearedOrReplacedSinceAreSearched) {
+  ExpectSameUpdate(SgdConfig(), kOptions, [](EmbeddingStore& store) { store.Clear(); });
+  ExpectSameUpdate(SgdConfig(), kOptions, [](EmbeddingStore& store) {
+    store.Clear();
+    Lookup(store, Range(120, 220), kDim);
+  });
+  ExpectSameUpdate(SgdConfig(), kOptions, [](EmbeddingStore& store) {
+    Lookup(store, Range(110, 120), kDim + 4);  // rows of another dim take their place
+  });
+}
+
+TEST(RecentLookupsTest, ALookupThatEvictsItsOwnRowsIsNotUsed) {
+  ExpectSameUpdate(SgdConfig(), {.capacity = 16, .num_internal_shards = 4}, [](EmbeddingStore&) {});
+}
+
+TEST(RecentLookupsTest, RowsThatWereNotAdmittedMayBeSince) {
+  TrainConfig config = SgdConfig();
+  config.admit_after = 2;
+  ExpectSameUpdate(config, kOptions,
+                   [](EmbeddingStore& store) { Lookup(store, Range(100, 125), kDim); });
+}
+
+TEST(RecentLookupsTest, ASnapshotHasTheRowsBeforeTheUpdate) {
+  const std::vector<uint64_t> signs = Range(100, 150);
+  const auto store = MakeStore(kOptions);
+  Update(*store, {1}, kDim, Gradients(1));
+  const std::vector<float> before = Lookup(*store, signs, kDim);
+  auto snapshot = StoreSnapshot::Begin(*store, {});
+  ASSERT_TRUE(snapshot.ok());
+  Update(*store, signs, kDim, Gradients(signs.size()));
+  EXPECT_NE(Peek(*store, signs, kDim), before);
+  std::vector<float> saved(before.size());
+  const auto add = [&](const RowRecords& records) {
+    records.ForEach([&](const RowHead& head, const float* values) {
+      if (head.sign < signs.front()) return;
+      std::copy_n(values, kDim, &saved[(head.sign - signs.front()) * kDim]);
+    });
+  };
+  StoreSnapshot::Batch batch;
+  for (uint32_t shard = 0; shard < (*snapshot)->num_shards(); ++shard) {
+    for (bool has_more = true; has_more;) {
+      has_more = (*snapshot)->Read(shard, 16, &batch).value();
+      add(batch.read);
+      for (const RowRecords& rows : batch.saved) add(rows);
+    }
+  }
+  EXPECT_EQ(saved, before);
+}
+
+}  // namespace
+}  // namespace persia::store
