@@ -26,7 +26,7 @@ def place(loads: Sequence[Sequence[int]], num_servers: int) -> MovedShards:
 
     FailedPreconditionError: there are to be as many servers as before, and their load would be no more even.
     """
-    of_shards = np.array(loads, dtype=np.float64).sum(axis=0)
+    of_shards = _expected(np.array(loads, dtype=np.float64).sum(axis=0))
     by_default = np.arange(len(of_shards)) % num_servers
     moved = _balance(of_shards, by_default, num_servers)
     after = imbalance(_by_server(of_shards, moved, num_servers))
@@ -36,6 +36,16 @@ def place(loads: Sequence[Sequence[int]], num_servers: int) -> MovedShards:
         return ()
     (shards,) = np.nonzero(moved != by_default)
     return tuple((int(shard), int(moved[shard])) for shard in shards)
+
+
+def _expected(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Without what chance adds: the shards with the highest counts of a sample would have lower ones in the
+    next (James-Stein). The sum stays."""
+    counted = counts[counts > 0]
+    if not len(counted) or not counted.var():
+        return counts
+    share = max(0.0, 1 - counted.mean() / counted.var())  # of the differences, that are none of chance
+    return np.where(counts > 0, counted.mean() + (counts - counted.mean()) * share, 0.0)
 
 
 def imbalance(loads: Sequence[float] | NDArray[np.float64]) -> float:

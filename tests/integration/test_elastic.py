@@ -19,7 +19,7 @@ from benchmarks.chaos.job import Outcome, Settings, descendants, differences, st
 from benchmarks.chaos.job import undisturbed as undisturbed_chaos
 from persia.errors import FailedPreconditionError, UnavailableError
 from persia.messaging.discovery import Directory
-from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.observability.status import job_status
 from persia.waiting import Attempts
 
@@ -109,8 +109,9 @@ def loads(job: Any) -> tuple[float, int]:
     for _ in Attempts(240):
         workers = Directory(job.cluster.session).present(EMBEDDING_WORKER, 1.0)
         for status in job_status(workers[:1]):
-            if status.values is not None and "load_imbalance" in status.values:
-                return status.values["load_imbalance"], status.values["num_moved_shards"]
+            stats = {} if status.values is None else status.values["stats"]
+            if "load_imbalance" in stats:
+                return stats["load_imbalance"], stats["num_moved_shards"]
     raise AssertionError("no worker has asked its servers")
 
 
@@ -119,7 +120,7 @@ def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_i
     start_job: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
-    undisturbed = start(start_job, tmp_path / "undisturbed", uneven=True)
+    undisturbed = start(start_job, tmp_path / "undisturbed", uneven=True, pace=0)
     assert undisturbed.finish_nn_worker() == 0, undisturbed.nn_worker.output
     job = start(start_job, tmp_path, gate=True, uneven=True, pace=0.04)
     await_batch(job, 150)
@@ -143,6 +144,10 @@ def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_i
     (tmp_path / "gate").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     check_equal(job, undisturbed, tmp_path / "rows", tmp_path / "undisturbed" / "rows")
+    # A server that has restarted knows which rows a checkpoint has for it.
+    job.cluster.restart(f"{SERVER}-0-of-4")
+    restarted, other, *_ = Directory(job.cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, 120.0)
+    assert restarted.moved_shards == other.moved_shards != ()
 
 
 def test_what_cannot_be_moved_is_refused_before_anything_starts() -> None:

@@ -76,7 +76,9 @@ def _is_wanted(situation: Situation) -> bool:
         and before.failed_resize != job.wish
         and job.spec.resize_checkpoint is None
         and Role.STANDBY not in replicas
-        and (_wanted(situation) != replicas[Role.PARAMETER_SERVER] or _rebalance(situation) > before.rebalance)
+        and (
+            _wanted(situation) != replicas[Role.PARAMETER_SERVER] or _rebalance(situation) > before.rebalance
+        )
         # Both report in the same condition.
         and not numbers.is_going_on(situation)
         and not situation.others

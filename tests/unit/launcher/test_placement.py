@@ -34,6 +34,13 @@ def test_uneven_load_becomes_even_by_few_moves(num_servers: int) -> None:
     assert len(moved) < NUM_VIRTUAL_SHARDS / 10
 
 
+def test_what_chance_has_added_to_a_sample_is_not_placed() -> None:
+    loads = np.where(SHARDS % 2 == 0, 60, 0)
+    sample = np.random.default_rng(3).poisson(loads)
+    moved = place(of_servers(sample, 2), 2)
+    assert imbalance(by_server(loads, moved, 2)) < 1.03
+
+
 def test_virtual_shards_without_load_stay() -> None:
     loads = np.zeros(NUM_VIRTUAL_SHARDS, dtype=int)
     loads[:80:2] = 50

@@ -312,7 +312,10 @@ def test_a_question_cannot_ask_for_more_servers_than_a_job_can_have() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        (ResizeState(before=2, after=3, number=1, step="done", is_over=True), "3 parameter servers instead of 2"),
+        (
+            ResizeState(before=2, after=3, number=1, step="done", is_over=True),
+            "3 parameter servers instead of 2",
+        ),
         (
             ResizeState(before=2, after=3, number=1, step="copy", is_over=True, failure="lost"),
             "still 2 parameter servers: lost",
