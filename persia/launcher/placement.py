@@ -81,7 +81,7 @@ def _even(loads: NDArray[np.float64], num_servers: int) -> float:
 def _by_server(
     loads: NDArray[np.float64], servers: NDArray[np.int64], num_servers: int
 ) -> NDArray[np.float64]:
-    return np.bincount(servers, weights=loads, minlength=num_servers)
+    return np.bincount(servers, weights=loads, minlength=num_servers).astype(np.float64)
 
 
 def _check_gain(loads: NDArray[np.float64], before: float, after: float, num_servers: int) -> None:

@@ -293,12 +293,11 @@ TEST(RowTransferTest, PiecesAreTakenOnceAndInTurn) {
 TEST(RowTransferTest, SourcesThatDoNotAgreeOnThePlacementFail) {
   Fleet before(2), next(2, 2);
   before.Configure();
-  RowTransfer::Options options{.deadline = std::chrono::hours(1)};
+  // Of other servers than the targets.
+  RowTransfer::Options options{.placement = 3, .deadline = std::chrono::hours(1)};
   for (uint32_t i = 0; i < 2; ++i) {
     options.targets.push_back({next.addresses[i], next.servers[i]->incarnation()});
   }
-  // Of other servers than the targets.
-  options.placement = 3;
   EXPECT_EQ(before.servers[0]->BeginTransfer(options).code(), StatusCode::kInvalidArgument);
   options.placement = Moved(2, 1);
   ASSERT_TRUE(before.servers[0]->BeginTransfer(options).ok());
