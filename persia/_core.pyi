@@ -531,7 +531,7 @@ class ParameterServer:
         standby_deadline_s: float = 0.0,  # not 0: a standby may be attached
         is_standby: bool = False,  # refuses everything until take_over()
         num_sources: int = 0,  # not 0: refuses everything until serve()
-        moved_shards: Sequence[tuple[int, int]] = (),  # virtual shards and their servers; else by default
+        moved_shards: Sequence[tuple[int, int]] = [],  # virtual shards and their servers; else by default
     ) -> None: ...
     # FailedPreconditionError: it has one, or a dump is under way
     def attach_standby(self, address: str, incarnation: int) -> None: ...
@@ -555,7 +555,7 @@ class ParameterServer:
         self,
         targets: Sequence[tuple[str, int]],  # address and incarnation, by index
         *,
-        moved_shards: Sequence[tuple[int, int]] = (),  # of the targets
+        moved_shards: Sequence[tuple[int, int]] = [],  # of the targets
         max_processors: float,  # 0: no limit
         deadline_s: float,
     ) -> None: ...
@@ -600,7 +600,7 @@ class EmbeddingWorker:
         buffered_data_expired_s: int = 1000,
         num_handler_threads: int = 4,
         generation: int = 0,  # of the servers
-        moved_shards: Sequence[tuple[int, int]] = (),
+        moved_shards: Sequence[tuple[int, int]] = [],
     ) -> None: ...
     def set_server(self, index: int, address: str) -> None: ...
     def replace_servers(
@@ -608,7 +608,7 @@ class EmbeddingWorker:
         addresses: Sequence[str],  # by index
         *,
         generation: int,
-        moved_shards: Sequence[tuple[int, int]] = (),
+        moved_shards: Sequence[tuple[int, int]] = [],
     ) -> None: ...
     @property
     def moved_shards(self) -> list[tuple[int, int]]: ...
