@@ -45,6 +45,7 @@ from persia.messaging.subjects import EMBEDDING_WORKER
 from persia.nn.exported import sign_hash
 from persia.observability.status import job_status
 from persia.testing import LocalCluster
+from persia.waiting import Attempts
 
 SLOTS, DIM = 8, 32
 CONFIG = {"slots_config": {f"C{{1..{SLOTS}}}": {"dim": DIM}}}
@@ -126,9 +127,11 @@ def await_steps(path: Path, number: int) -> None:
 
 def imbalance(cluster: LocalCluster) -> float:
     """Of the servers, since they have started."""
-    (worker,) = job_status(Directory(cluster.session).present(EMBEDDING_WORKER, 1.0))
-    assert worker.values is not None, worker.error
-    return float(worker.values["stats"]["load_imbalance"])
+    for _ in Attempts(60.0):  # absent while a server does not answer at once
+        for worker in job_status(Directory(cluster.session).present(EMBEDDING_WORKER, 1.0)):
+            if worker.values is not None and "load_imbalance" in worker.values["stats"]:
+                return float(worker.values["stats"]["load_imbalance"])
+    raise RuntimeError("the embedding worker shows no loads")
 
 
 @click.command(help=__doc__)
