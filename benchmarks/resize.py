@@ -1,6 +1,10 @@
 """What it costs a job that trains to get another number of parameter servers.
 
     python -m benchmarks.resize --sizes 2,3,5,2
+    python -m benchmarks.resize --sizes 2,2 --uneven
+
+The same number twice rebalances the servers. `--uneven` has only IDs whose rows two servers have on the first
+one.
 
 A job of separate processes trains all the time: a loader, a rank, NATS, an embedding worker and the parameter
 servers, all on this machine. For each change it prints what was moved and how fast, how long requests waited
@@ -21,6 +25,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from persia import (
     DataCtx,
@@ -35,7 +40,12 @@ from persia import (
     optim,
 )
 from persia.launcher.resizing import ResizeState
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import EMBEDDING_WORKER
+from persia.nn.exported import sign_hash
+from persia.observability.status import job_status
 from persia.testing import LocalCluster
+from persia.waiting import Attempts
 
 SLOTS, DIM = 8, 32
 CONFIG = {"slots_config": {f"C{{1..{SLOTS}}}": {"dim": DIM}}}
@@ -43,13 +53,21 @@ LEAST_S = 10.0  # of the time before and after that a change is compared with
 TIMEOUT_S = 1200.0
 
 
-def load(num_ids: int, size: int) -> None:
+def ids_of(slot: int, num_ids: int, *, uneven: bool) -> NDArray[np.uint64]:
+    ids = torch.arange(3 * num_ids)
+    if uneven:
+        ids = ids[sign_hash(ids | (slot + 1) << 56) >> 52 & 1 == 0]  # of even virtual shards
+    return ids[:num_ids].numpy().astype(np.uint64)
+
+
+def load(num_ids: int, size: int, *, uneven: bool) -> None:
     """The data loader, until it is killed."""
     random = np.random.default_rng(0)
+    ids_by_slot = [ids_of(slot, num_ids, uneven=uneven) for slot in range(SLOTS)]
     dense, label = np.zeros((size, 13), np.float32), np.zeros((size, 1), np.float32)
     with DataCtx() as ctx:
         while True:
-            ids = random.integers(num_ids, size=(SLOTS, size)).astype(np.uint64)
+            ids = [random.choice(of_slot, size) for of_slot in ids_by_slot]
             features = [IDTypeFeatureWithSingleID(f"C{i + 1}", ids[i]) for i in range(SLOTS)]
             ctx.send_data(
                 PersiaBatch(features, [NonIDTypeFeature(dense)], [Label(label)], requires_grad=True)
@@ -107,6 +125,15 @@ def await_steps(path: Path, number: int) -> None:
         time.sleep(0.2)
 
 
+def imbalance(cluster: LocalCluster) -> float:
+    """Of the servers, since they have started."""
+    for _ in Attempts(60.0):  # absent while a server does not answer at once
+        for worker in job_status(Directory(cluster.session).present(EMBEDDING_WORKER, 1.0)):
+            if worker.values is not None and "load_imbalance" in worker.values["stats"]:
+                return float(worker.values["stats"]["load_imbalance"])
+    raise RuntimeError("the embedding worker shows no loads")
+
+
 @click.command(help=__doc__)
 @click.option(
     "--sizes", default="2,3,5,2", show_default=True, help="Numbers of servers, one after the other."
@@ -115,7 +142,8 @@ def await_steps(path: Path, number: int) -> None:
 @click.option("--batch-size", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--warm-up", type=click.IntRange(min=1), default=200, show_default=True, help="Steps.")
 @click.option("--step-ms", type=click.FloatRange(min=0), default=0, help="Sleep of the rank in each step.")
-def main(sizes: str, ids: int, batch_size: int, warm_up: int, step_ms: float) -> None:
+@click.option("--uneven", is_flag=True, help="Only IDs of the first of two servers.")
+def main(sizes: str, ids: int, batch_size: int, warm_up: int, step_ms: float, uneven: bool) -> None:
     numbers = [int(number) for number in sizes.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "times"
@@ -123,15 +151,20 @@ def main(sizes: str, ids: int, batch_size: int, warm_up: int, step_ms: float) ->
             embedding_config=CONFIG, parameter_servers=numbers[0], env={"OMP_NUM_THREADS": "1"}
         ) as cluster:
             cluster.start_nn_worker(__file__, "train", str(path), str(step_ms / 1e3))
-            cluster.start_loader(__file__, "load", str(ids), str(batch_size))
+            cluster.start_loader(__file__, "load", str(ids), str(batch_size), *["uneven"] * uneven)
             await_steps(path, warm_up)
-            for number in numbers[1:]:
+            for has, number in itertools.pairwise(numbers):
                 time.sleep(LEAST_S)
+                before = imbalance(cluster)
                 begin = time.monotonic()
-                state = cluster.resize(number)
+                state = cluster.rebalance() if number == has else cluster.resize(number)
                 end = time.monotonic()
                 time.sleep(max(LEAST_S, end - begin))
                 report(steps(path), begin, end, state)
+                click.echo(
+                    f"  load_imbalance {before:.3f} before and {imbalance(cluster):.3f} after, "
+                    f"{state.num_moved_shards} virtual shards moved"
+                )
 
 
 def report(times: list[float], begin: float, end: float, state: ResizeState) -> None:
@@ -151,7 +184,7 @@ def report(times: list[float], begin: float, end: float, state: ResizeState) -> 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["load"]:
-        load(int(sys.argv[2]), int(sys.argv[3]))
+        load(int(sys.argv[2]), int(sys.argv[3]), uneven=len(sys.argv) > 4)
     elif sys.argv[1:2] == ["train"]:
         train(sys.argv[2], float(sys.argv[3]))
     else:

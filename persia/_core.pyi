@@ -531,6 +531,7 @@ class ParameterServer:
         standby_deadline_s: float = 0.0,  # not 0: a standby may be attached
         is_standby: bool = False,  # refuses everything until take_over()
         num_sources: int = 0,  # not 0: refuses everything until serve()
+        moved_shards: Sequence[tuple[int, int]] = [],  # virtual shards and their servers; else by default
     ) -> None: ...
     # FailedPreconditionError: it has one, or a dump is under way
     def attach_standby(self, address: str, incarnation: int) -> None: ...
@@ -554,6 +555,7 @@ class ParameterServer:
         self,
         targets: Sequence[tuple[str, int]],  # address and incarnation, by index
         *,
+        moved_shards: Sequence[tuple[int, int]] = [],  # of the targets
         max_processors: float,  # 0: no limit
         deadline_s: float,
     ) -> None: ...
@@ -568,6 +570,10 @@ class ParameterServer:
     @property
     def was_sent_rows(self) -> bool: ...  # of one with `num_sources`: it has begun to gather
     def serve(self) -> None: ...
+    @property
+    def moved_shards(self) -> list[tuple[int, int]]: ...  # of all servers of its generation
+    @property
+    def shard_loads(self) -> list[int]: ...  # rows looked up lately by virtual shard: a sample
     @property
     def silent_for_s(self) -> float: ...  # since the last message of its primary
     def start(self, host: str, port: int) -> int: ...  # returns the port; may be called once
@@ -593,9 +599,19 @@ class EmbeddingWorker:
         forward_buffer_size: int = 1000,
         buffered_data_expired_s: int = 1000,
         num_handler_threads: int = 4,
+        generation: int = 0,  # of the servers
+        moved_shards: Sequence[tuple[int, int]] = [],
     ) -> None: ...
     def set_server(self, index: int, address: str) -> None: ...
-    def replace_servers(self, addresses: Sequence[str]) -> None: ...  # by index
+    def replace_servers(
+        self,
+        addresses: Sequence[str],  # by index
+        *,
+        generation: int,
+        moved_shards: Sequence[tuple[int, int]] = [],
+    ) -> None: ...
+    @property
+    def moved_shards(self) -> list[tuple[int, int]]: ...
     def start(self, host: str, port: int) -> int: ...
     def stop(self, timeout_s: float = 10.0) -> None: ...
     def register_batch(

@@ -122,6 +122,9 @@ class ParameterServerSpec(RoleSpec):
     """Number of standbys of each server: pods with a second copy of its rows, made from the fields of this
     role. Set `embedding_parameter_server_config.standbys` of the global config to the same number. Not
     allowed beside `inference`. It is fixed when the job starts, and again when a suspended job is resumed."""
+    rebalance: StrictInt = Field(default=0, ge=0)
+    """Raise it while the job trains, to replace the servers by as many whose measured load is even. Ignored
+    with `resizeCheckpoint` or standbys."""
 
 
 class NnWorkerSpec(RoleSpec):

@@ -201,6 +201,9 @@ class JobStatus:
         default=0,
         description="Digest of the fields that the failed resize depended on, until it is reverted.",
     )
+    rebalance: StrictInt = Field(
+        default=0, description="`rebalance` of the parameter servers when they last began to be replaced."
+    )
     resize_checkpoint: _Text = Field(
         default="", description="What the last resize went through; removed when the job succeeds."
     )

@@ -34,7 +34,7 @@ from persia.logger import get_default_logger
 from persia.messaging.daemon_pool import DaemonPool, lower_priority
 from persia.observability.checkpointing import CheckpointLog
 from persia.storage.location import Location
-from persia.storage.manifest import FileEntry, Manifest, is_dump_id
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS, FileEntry, Manifest, is_dump_id
 from persia.storage.schema import RowSchema
 from persia.storage.shard_file import Chunk, ShardFile, write_shard_file
 from persia.validation import Hex, to_json
@@ -69,6 +69,7 @@ class ServerShare:
     replicas: int
     schema: RowSchema | None  # None: it was started without an embedding config
     num_threads: int  # files that are written, or read, at the same time
+    moved_shards: Callable[[], Iterable[tuple[int, int]]] = tuple  # the placement of its generation
     generation: int = 0  # how often the number of servers was changed before it (ADR 34)
     # Whether dumps run at a lower priority: in a server. Not in a process that trains: a nice thread
     # that is preempted while it holds the GIL keeps the training waiting for it.
@@ -80,7 +81,10 @@ class ServerShare:
     # By the same rule as the workers' routing: a load with another rule would put rows where no lookup asks.
     def owns(self, shards: NDArray[np.uint32]) -> NDArray[np.bool_]:
         """Which virtual shards are this server's: a `ShardFilter`."""
-        owned: NDArray[np.bool_] = shards % self.replicas == self.index
+        owners = np.arange(NUM_VIRTUAL_SHARDS) % self.replicas
+        for shard, server in self.moved_shards():
+            owners[shard] = server
+        owned: NDArray[np.bool_] = owners[shards] == self.index
         return owned
 
 

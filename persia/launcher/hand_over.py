@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from persia import env
 from persia.errors import DeadlineExceededError, FailedPreconditionError, InternalError, UnavailableError
+from persia.launcher.placement import place
+from persia.messaging.payloads import MovedShards
 from persia.messaging.session import NatsSession
 from persia.roles.elastic import ResizeReport, ResizeRequest, Step
 from persia.waiting import Attempts
@@ -58,6 +60,11 @@ def check_replaceable(reports: Sequence[ResizeReport]) -> None:
             )
 
 
+def place_by_load(session: NatsSession, old: Sequence[Server], num_servers: int) -> MovedShards:
+    """The placement of new servers. FailedPreconditionError: as `place`."""
+    return place([report.loads for report in ask_all(session, old, Step.MEASURE)], num_servers)
+
+
 def targets_of(reports: Sequence[ResizeReport]) -> Targets:
     """Address and incarnation of servers that are to have the rows, by index."""
     return tuple((report.address, report.incarnation) for report in reports)
@@ -90,11 +97,11 @@ class HandOver:
                 return ask_all(self._session, self._new, Step.WHO, timeout_s=1.0)
         raise DeadlineExceededError("new parameter servers did not start within PERSIA_DEADLINE_SEC")
 
-    def copy(self, targets: Targets) -> None:
+    def copy(self, targets: Targets, moved: MovedShards) -> None:
         """Returns when the old servers could hand over within a short time."""
         begin = time.monotonic()
         percent = max(1, _PERCENT // len(self._old))
-        ask_all(self._session, self._old, Step.COPY, targets=targets, percent=percent)
+        ask_all(self._session, self._old, Step.COPY, targets=targets, moved_shards=moved, percent=percent)
         self._await_copies()
         self._note(copy_s=time.monotonic() - begin)
 

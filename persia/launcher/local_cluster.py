@@ -177,6 +177,10 @@ class LocalCluster:
         """
         return self._resizer.resize(parameter_servers)
 
+    def rebalance(self) -> ResizeState:
+        """Replaces the parameter servers by as many, among which the measured load is even."""
+        return self._resizer.resize(0, rebalances=True)
+
     def wait(self, process: ManagedProcess, timeout_s: float = 120.0) -> int:
         """Waits until `process` has ended and returns its exit code.
 

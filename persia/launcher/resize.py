@@ -1,4 +1,4 @@
-"""`persia-launcher resize`: changes the number of parameter servers of a running job."""
+"""`persia-launcher resize`: changes the number of parameter servers of a running job, or evens their load."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ _NOT_RESIZED = 3  # the exit code of a change that was given up: the old servers
 @option(
     "--parameter-servers",
     type=COUNT,
-    required=True,
     help="How many parameter servers the job is to have.",
+)
+@option(
+    "--rebalance",
+    is_flag=True,
+    help="Replace the parameter servers by as many, among which the measured load is even.",
 )
 @option(
     "--generation",
@@ -46,7 +50,8 @@ _NOT_RESIZED = 3  # the exit code of a change that was given up: the old servers
 def command(
     nats_url: str | None,
     job_name: str,
-    parameter_servers: int,
+    parameter_servers: int | None,
+    rebalance: bool,
     generation: int | None,
     from_generation: int | None,
     sources: int,
@@ -57,16 +62,23 @@ def command(
     within some tens of milliseconds, and the old servers end. No batch fails, and each update is applied
     once. Meanwhile all rows are in memory twice.
 
+    The new servers have the rows such that the load which was measured lately is even among them. If it is
+    even anyhow, rows are placed by hash alone. `load_imbalance` in the status of an embedding worker shows
+    the load of the busiest server by the mean.
+
     If anything fails before the new servers take over, they end, and the old ones continue. If the new ones
     fail later, that is the death of parameter servers. Ends with exit code 1 both times. No checkpoint can be
     written or loaded until it is over.
 
     Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
     """
+    if (parameter_servers is None) != (rebalance and generation is None):
+        raise click.UsageError("give either --parameter-servers or --rebalance")
     with job_session(nats_url, job_name, name="resize", role="admin") as session:
         if generation is None:
             _ask_supervisor(session, job_name, parameter_servers)
         else:
+            assert parameter_servers is not None
             old = generation - 1 if from_generation is None else from_generation
             _coordinate(session, (old, sources), (generation, parameter_servers))
 
@@ -87,17 +99,18 @@ def _coordinate(session: NatsSession, old: tuple[int, int], new: tuple[int, int]
         sys.exit(_NOT_RESIZED)
 
 
-def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int) -> None:
+def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int | None) -> None:
+    """`parameter_servers`: None for as many as before, with an even load."""
     from persia.errors import UnavailableError
     from persia.launcher.resizing import ResizeQuestion, ResizeState
     from persia.waiting import Attempts
 
-    def ask(wanted: int) -> ResizeState:
-        question = ResizeQuestion(parameter_servers=wanted).encode()
+    def ask(wanted: int, *, rebalances: bool = False) -> ResizeState:
+        question = ResizeQuestion(parameter_servers=wanted, rebalances=rebalances).encode()
         return ResizeState.decode(session.request(session.subjects.resize_job, question, 30.0))
 
     try:
-        state = ask(parameter_servers)
+        state = ask(parameter_servers or 0, rebalances=parameter_servers is None)
     except UnavailableError as error:
         if not error.has_no_listener:
             raise
@@ -105,9 +118,9 @@ def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int)
             f"no `persia-launcher local` supervises a job {job_name!r} on this NATS server: it alone "
             "starts and ends the servers of a job"
         ) from None
-    # The supervisor has one change at a time. Another pair of numbers means that this one is over, and
-    # another user has begun the next.
-    asked, shown = (state.before, state.after), ""
+    # The supervisor has one change at a time. Another number means that this one is over, and another user
+    # has begun the next.
+    asked, shown = state.number, ""
     # Without a limit: copying rows takes as long as there are rows. A supervisor that dies ends this by
     # the deadline of `ask`.
     for _ in Attempts(float("inf"), pause_s=0.2):
@@ -117,7 +130,7 @@ def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int)
             click.echo(f"{state.step} ...", err=True)
             shown = state.step
         state = ask(0)
-        if (state.before, state.after) != asked:
+        if state.number != asked:
             raise UnavailableError("it is over, and another change has begun: see the output of the job")
     if state.failure:
         click.secho(f"{state.outcome}: {state.failure}", fg="red", err=True)
@@ -125,5 +138,5 @@ def _ask_supervisor(session: NatsSession, job_name: str, parameter_servers: int)
     click.echo(
         f"{state.after} parameter servers instead of {state.before}: {state.num_rows} rows, "
         f"{state.num_bytes / 1e6:.1f} MB in {state.copy_s:.1f} s; requests waited for "
-        f"{state.pause_s * 1e3:.0f} ms"
+        f"{state.pause_s * 1e3:.0f} ms; {state.num_moved_shards} virtual shards are placed by their load"
     )

@@ -1,4 +1,5 @@
-"""Changes of the number of parameter servers of a job while it trains (ADR 34), by who supervises it.
+"""Changes of the number of parameter servers of a job while it trains (ADR 34), or of their load (ADR 67), by
+who supervises it.
 
 In: the supervisor with the job's processes, and the number that is wanted. New servers are started beside the
 old ones, and get their rows; then they take over, and the old ones end. Until all old ones have handed over,
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, StrictBool
 
 from persia import env
 from persia.errors import (
@@ -33,6 +34,7 @@ from persia.launcher.hand_over import (
     ask_all,
     attempts,
     check_replaceable,
+    place_by_load,
     servers,
     targets_of,
 )
@@ -40,7 +42,7 @@ from persia.launcher.process_specs import STANDBY, ProcessSpecs
 from persia.launcher.restarts import how_it_ended
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor, terminate
 from persia.messaging.interface import Registration
-from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import Step
@@ -59,6 +61,8 @@ class ResizeState(JsonMessage):
 
     before: Count
     after: Count
+    number: Count = 0  # of the changes of this job
+    num_moved_shards: Count = 0  # virtual shards that the new servers have elsewhere than by default
     step: str
     is_over: bool = False
     has_new_servers: bool = False  # the job has as many as `after` says, also if these have failed
@@ -92,6 +96,7 @@ class Resizer:
         self._num_servers, self._generation, self._last_generation = num_servers, 0, 0
         self._names_lock = threading.Lock()
         self._names = [spec.name for spec in self.specs()]  # of the processes that have the rows, by index
+        self._moved: MovedShards = ()  # in the change under way
         self._is_cancelled, self._is_closed = threading.Event(), threading.Event()
         self.state = ResizeState(before=num_servers, after=num_servers, step="none", is_over=True)
 
@@ -132,21 +137,32 @@ class Resizer:
         self._is_closed.set()
         self.cancel()
 
-    def resize(self, num_servers: int) -> ResizeState:
+    def resize(self, num_servers: int, *, rebalances: bool = False) -> ResizeState:
         """Returns when the new servers answer and the old ones have ended. FailedPreconditionError: with what
         the servers have, their number cannot be changed; nothing was started. Other errors: it has failed;
         `state` says which servers the job has.
+
+        `rebalances`: as many servers as before, whose load is uneven.
         """
-        self.begin(num_servers)
+        self.begin(num_servers, rebalances=rebalances)
         return self.finish()
 
-    def begin(self, num_servers: int) -> None:
+    def begin(self, num_servers: int, *, rebalances: bool = False) -> None:
         """The first part of `resize`, which refuses. `finish` must follow, on any thread."""
         if not self._lock.acquire(blocking=False):
             raise FailedPreconditionError("the number of parameter servers is being changed already")
         try:
-            self._check(num_servers)
-            self.state = ResizeState(before=self._num_servers, after=num_servers, step="start")
+            num_servers = num_servers or (self._num_servers if rebalances else 0)
+            self._check(num_servers, rebalances=rebalances)
+            self._moved = place_by_load(self._session, self._old(), num_servers)
+            self._last_generation += 1
+            self.state = ResizeState(
+                before=self._num_servers,
+                after=num_servers,
+                number=self._last_generation,
+                num_moved_shards=len(self._moved),
+                step="start",
+            )
         except BaseException:
             self._lock.release()
             raise
@@ -185,17 +201,16 @@ class Resizer:
     def _note(self, **changes: object) -> None:
         self.state = replace(self.state, **changes)  # type: ignore[arg-type]
 
-    def _check(self, num_servers: int) -> None:
+    def _check(self, num_servers: int, *, rebalances: bool) -> None:
         if self.is_closed:
             raise UnavailableError("the job is ending")
         if num_servers < 1:
             raise InvalidArgumentError(f"{num_servers} parameter servers: a job has at least one")
-        if num_servers == self._num_servers:
+        if num_servers == self._num_servers and not rebalances:
             raise FailedPreconditionError(f"the job has {num_servers} parameter servers already")
         check_replaceable(ask_all(self._session, self._old(), Step.WHO))
 
     def _run(self, num_servers: int) -> None:
-        self._last_generation += 1
         generation = self._last_generation
         old, processes = self._old(), list[ManagedProcess]()
         steps = HandOver(
@@ -207,7 +222,7 @@ class Resizer:
         )
         try:
             self._start_new(generation, num_servers, processes)
-            steps.copy(targets_of(steps.await_new()))
+            steps.copy(targets_of(steps.await_new()), self._moved)
             copied = time.monotonic()
             steps.hand_over()
             before = self._commit(generation, processes)
@@ -250,7 +265,9 @@ class Resizer:
         for index in range(num_servers):
             spec = self._spec(index, num_servers, generation)
             command = (*spec.command, f"--sources={self._num_servers}")
-            spec = replace(spec, name=f"{spec.name}-of-{num_servers}", command=command)
+            # Never the name of an old one, which is ended by it.
+            of = f"of-{num_servers}" if num_servers != self._num_servers else f"generation-{generation}"
+            spec = replace(spec, name=f"{spec.name}-{of}", command=command)
             processes.append(self._supervisor.start(spec))
 
     def _check_continues(self, processes: Sequence[ManagedProcess]) -> None:
@@ -300,6 +317,7 @@ class ResizeQuestion(JsonMessage):
     what = "resize question"
 
     parameter_servers: Annotated[Count, Field(le=MAX_REPLICAS)] = 0
+    rebalances: StrictBool = False
 
 
 class ResizeService:
@@ -326,15 +344,15 @@ class ResizeService:
                 self._tell(f"parameter servers: their number cannot be changed: {error}")
 
     def _answer(self, payload: bytes) -> bytes:
-        wanted = ResizeQuestion.decode(payload).parameter_servers
-        if wanted:
-            self._begin(wanted)
+        question = ResizeQuestion.decode(payload)
+        if question.parameter_servers or question.rebalances:
+            self._begin(question)
         return self._resizer.state.encode()
 
-    def _begin(self, wanted: int) -> None:
+    def _begin(self, wanted: ResizeQuestion) -> None:
         outcome = "ok"
         try:
-            self._resizer.begin(wanted)
+            self._resizer.begin(wanted.parameter_servers, rebalances=wanted.rebalances)
         except Exception as error:
             outcome = type(error).__name__
             self._tell(f"parameter servers: not changed: {error}")
@@ -342,7 +360,11 @@ class ResizeService:
         finally:
             # The broker says no sender; it lets this role ask.
             audit.record(
-                peer="NATS", role="admin", method="resize", outcome=outcome, parameter_servers=wanted
+                peer="NATS",
+                role="admin",
+                method="resize",
+                outcome=outcome,
+                parameter_servers=wanted.parameter_servers,
             )
         threading.Thread(target=self._finish, name="persia-resize", daemon=True).start()
 

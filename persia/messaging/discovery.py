@@ -24,7 +24,7 @@ from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint
 from persia.waiting import Attempts
@@ -79,6 +79,7 @@ class ServiceInfo(JsonMessage):
     term: Count = 0
     # Of a parameter server: how often their number was changed before it. Those of lower ones have ended.
     generation: Count = 0
+    moved_shards: MovedShards = ()  # of a parameter server: the placement of its generation
     # SlotsConfig.slot_modes of an embedding worker; other roles have none.
     slot_modes: Annotated[tuple[_SlotMode, ...], Field(max_length=MAX_SLOT_MODES)] = ()
 
@@ -202,8 +203,7 @@ class Advertiser:
 
     def outrank(self, other: ServiceInfo) -> None:
         """Says that this service, and not `other`, is the one of its index, and has its rows."""
-        self.info = replace(self.info, term=other.term + 1, has_rows=True)
-        self._payload = self.info.encode()
+        self.change(term=other.term + 1, has_rows=True)
         self._publish(EventKind.JOINED)
 
     def others(self, window_s: float) -> list[ServiceInfo] | None:
@@ -213,9 +213,9 @@ class Advertiser:
         others = [info for info in found if info.incarnation != self.info.incarnation]
         return others if len(others) < len(found) else None
 
-    def set_replicas(self, replicas: int) -> None:
-        """Changes the number of replicas that this service advertises."""
-        self.info = replace(self.info, replicas=replicas)
+    def change(self, **fields: Any) -> None:
+        """Changes what this service answers from now on; publishes nothing."""
+        self.info = replace(self.info, **fields)
         self._payload = self.info.encode()
 
     def stop(self, failure: str = "") -> None:

@@ -23,6 +23,8 @@ MAX_REPLICAS = 65_536  # bounds what one message can make a receiver count
 # Of `m` bounds: the batches `r`, `r + m`, `r + 2m`, ... below the `r`-th one are trained.
 Stripe = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1 << 20)]
 Stripes = Annotated[tuple[Stripe, ...], Field(max_length=1024)]
+# Virtual shards that another parameter server has than the default one, and their servers (ADR 67).
+MovedShards = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=4096)]
 
 
 class ReplyStatus(IntEnum):

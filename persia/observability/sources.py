@@ -116,6 +116,7 @@ class EmbeddingWorkerSource(Source):
         if loads := self._loads:
             work = [load["num_looked_up_rows"] + load["num_updated_rows"] for load in loads]
             values["server_loads"] = loads
+            values["num_moved_shards"] = len(self.worker.moved_shards)
             values["load_imbalance"] = max(work) * len(work) / sum(work) if any(work) else 1.0
         return values
 

@@ -29,7 +29,7 @@ from persia.errors import (
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, Directory
 from persia.messaging.interface import Registration
-from persia.messaging.payloads import JsonMessage
+from persia.messaging.payloads import JsonMessage, MovedShards
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.lifetime import ServerOptions, address_of, wait_for_stop
@@ -49,6 +49,7 @@ class Step(Enum):
     """What the coordinator asks of a server."""
 
     WHO = "who"
+    MEASURE = "measure"  # of an old one: how much load each virtual shard had lately
     COPY = "copy"  # of an old one: send your rows and their changes to the new ones
     HAND_OVER = "hand over"  # of an old one: answer nothing any more, and send what has changed last
     GIVE_UP = "give up"  # of an old one: forget the new ones, and answer again
@@ -63,6 +64,7 @@ class ResizeRequest(JsonMessage):
 
     step: Step
     targets: tuple[tuple[str, str], ...] = ()  # of COPY: address and incarnation of the new servers, by index
+    moved_shards: MovedShards = ()  # of COPY: their placement
     percent: Count = 100  # of COPY: what it may take of the processors
 
 
@@ -82,6 +84,7 @@ class ResizeReport(JsonMessage):
     failure: str = ""
     was_sent_rows: StrictBool = False  # of a new one: it has begun to gather
     is_serving: StrictBool = False  # it answers requests
+    loads: tuple[Count, ...] = ()  # to MEASURE: by virtual shard
 
 
 def refusal_of(config: GlobalConfig) -> str:
@@ -94,6 +97,18 @@ def refusal_of(config: GlobalConfig) -> str:
     if section.enable_incremental_update:
         return "incremental updates remember what changes (enable_incremental_update)"
     return ""
+
+
+def placement_of(session: NatsSession, generation: int) -> MovedShards:
+    """For a server that has restarted without rows: the placement that others of its generation have.
+
+    If all of them have restarted, none has one: then the default placement is that of all.
+    """
+    for _ in range(_SILENT_LOOKS):
+        for server in Directory(session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S / 2):
+            if server.generation == generation:
+                return server.moved_shards
+    return ()
 
 
 class ElasticServer:
@@ -203,9 +218,10 @@ class ElasticServer:
                 self._server.resume()
         elif request.step is Step.SERVE:
             self._serve()
-        return self._report().encode()
+        loads = self._server.shard_loads if request.step is Step.MEASURE else ()
+        return self._report(tuple(loads)).encode()
 
-    def _report(self) -> ResizeReport:
+    def _report(self, loads: tuple[int, ...]) -> ResizeReport:
         progress = self._server.transfer or {}
         return ResizeReport(
             address=self._address,
@@ -213,6 +229,7 @@ class ElasticServer:
             refusal=refusal_of(self._config) or self._server.transfer_refusal or self._busy_with(),
             was_sent_rows=self._server.was_sent_rows,
             is_serving=self.is_serving,
+            loads=loads,
             **progress,
         )
 
@@ -230,7 +247,12 @@ class ElasticServer:
                 raise FailedPreconditionError(reason)
             targets = [(address, int(incarnation, 16)) for address, incarnation in request.targets]
             processors = max_processors(request.percent)
-            self._server.begin_transfer(targets, max_processors=processors, deadline_s=_PIECE_S)
+            self._server.begin_transfer(
+                targets,
+                moved_shards=request.moved_shards,
+                max_processors=processors,
+                deadline_s=_PIECE_S,
+            )
         finally:
             self._lock.release()
 
@@ -239,5 +261,6 @@ class ElasticServer:
         self._server.serve()
         if not self._has_rows:
             self._has_rows = True
+            self._advertiser.change(moved_shards=tuple(self._server.moved_shards))
             self._advertiser.publish_again()
             get_default_logger().info("%s has its rows, and answers", self._advertiser.info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from persia import env
 from persia.config import GlobalConfig, SlotsConfig, load_embedding_config, load_global_config
@@ -13,6 +13,7 @@ from persia.errors import ConfigError, PersiaError
 from persia.logger import get_default_logger, set_role
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration, Session
+from persia.messaging.payloads import MovedShards
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER, NN_WORKER
 from persia.observability.sources import EmbeddingWorkerSource
@@ -103,8 +104,11 @@ def _start_with_servers(
     schema = slots.schema_hash()
     # The number of servers decides which server holds a row, so the worker cannot exist before it is known.
     servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), schema=schema)
-    worker = _make_worker(options, config, slots, len(servers))
-    links = ServerLinks(worker, len(servers), servers[0].generation)
+    generation, moved_shards = servers[0].generation, servers[0].moved_shards
+    worker = _make_worker(
+        options, config, slots, len(servers), generation=generation, moved_shards=moved_shards
+    )
+    links = ServerLinks(worker, len(servers), generation, moved_shards)
     for server in servers:
         links.connect(server)
     watch = directory.watch(EMBEDDING_PARAMETER_SERVER, links.on_event)
@@ -116,7 +120,7 @@ def _start_with_servers(
 
 
 def _make_worker(
-    options: ServerOptions, config: GlobalConfig, slots: SlotsConfig, num_servers: int
+    options: ServerOptions, config: GlobalConfig, slots: SlotsConfig, num_servers: int, **placement: Any
 ) -> EmbeddingWorker:
     from persia._native import EmbeddingWorker
 
@@ -127,6 +131,7 @@ def _make_worker(
         num_servers=num_servers,
         forward_buffer_size=section.forward_buffer_size,
         buffered_data_expired_s=section.buffered_data_expired_sec,
+        **placement,
     )
 
 
@@ -135,10 +140,10 @@ def count_workers(advertiser: Advertiser, event: ServiceEvent) -> None:
     worker, replicas = event.info, advertiser.info.replicas
     if event.kind is EventKind.JOINED:
         # A newcomer knows only itself, so its number is a lower bound of what the job has.
-        advertiser.set_replicas(max(replicas, worker.replicas))
+        advertiser.change(replicas=max(replicas, worker.replicas))
     # Only the highest number shrinks the job. A lower one that leaves is expected back, as after a restart.
     elif worker.index == replicas - 1 and worker.index > advertiser.info.index:
-        advertiser.set_replicas(replicas - 1)
+        advertiser.change(replicas=replicas - 1)
 
 
 def watch_ranks(directory: Directory, worker: EmbeddingWorker) -> Registration:
@@ -189,16 +194,27 @@ def drain(worker: EmbeddingWorker, session: Session) -> None:
     get_default_logger().warning("%d batches are given up after PERSIA_DEADLINE_SEC", num_batches)
 
 
+_Placement = tuple[int, MovedShards]
+
+
+def _placement_of(server: ServiceInfo) -> _Placement:
+    return server.generation, server.moved_shards
+
+
 class ServerLinks:
     """Keeps the worker's addresses of the parameter servers up to date. Idempotent.
 
     The watch and the start-up may call it at once: connecting twice is harmless. Once all servers of a higher
-    generation are known, they replace those of before, of another number.
+    generation are known, they replace those of before. So do all servers of the same generation that have
+    forgotten its placement, since all have restarted.
     """
 
-    def __init__(self, worker: EmbeddingWorker, num_servers: int, generation: int = 0) -> None:
+    def __init__(
+        self, worker: EmbeddingWorker, num_servers: int, generation: int = 0, moved_shards: MovedShards = ()
+    ) -> None:
         self._worker = worker
-        self._num_servers, self._generation = num_servers, generation
+        self._num_servers = num_servers
+        self._placement: _Placement = (generation, moved_shards)
         self._servers: dict[int, ServiceInfo] = {}
         self._next: dict[int, ServiceInfo] = {}  # of the highest generation, until all are known
         self._lock = threading.Lock()
@@ -207,29 +223,33 @@ class ServerLinks:
         """For `Directory.watch`."""
         if event.kind is EventKind.JOINED:
             self.connect(event.info)
-        elif event.info.generation >= self._generation:  # else others have its rows
+        elif event.info.generation >= self._placement[0]:  # else others have its rows
             get_default_logger().info("%s has stopped; lookups wait until it is back", event.info)
 
     def connect(self, server: ServiceInfo) -> None:
         """Uses `server` from now on for its index."""
         with self._lock:
-            if server.generation > self._generation:
-                self._gather(server)
-            elif server.generation == self._generation:
+            if _placement_of(server) == self._placement:
                 self._connect(server)
+            elif server.generation >= self._placement[0]:
+                self._gather(server)
 
     def _gather(self, server: ServiceInfo) -> None:
-        generation = max((known.generation for known in self._next.values()), default=0)
-        if server.generation < generation:  # it was replaced before it was known
+        known = next(iter(self._next.values()), server)
+        if server.generation < known.generation:  # it was replaced before it was known
             return
-        if server.generation > generation:
+        if _placement_of(server) != _placement_of(known):
             self._next = {}
         self._next[server.index] = server
         if len(self._next) < server.replicas:
             return
         self._servers, self._next = self._next, {}
-        self._num_servers, self._generation = server.replicas, server.generation
-        self._worker.replace_servers([self._servers[index].address for index in range(server.replicas)])
+        self._num_servers, self._placement = server.replicas, _placement_of(server)
+        self._worker.replace_servers(
+            [self._servers[index].address for index in range(server.replicas)],
+            generation=server.generation,
+            moved_shards=server.moved_shards,
+        )
         get_default_logger().info("%d parameter servers have replaced those of before", server.replicas)
 
     def _connect(self, server: ServiceInfo) -> None:

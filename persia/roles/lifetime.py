@@ -15,6 +15,7 @@ from persia.errors import ConfigError
 from persia.logger import get_default_logger
 from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.interface import Registration, Session
+from persia.messaging.payloads import MovedShards
 from persia.messaging.session import NatsSession
 from persia.observability.process import ObservabilitySettings, ProcessObserver
 from persia.observability.sources import Source
@@ -42,6 +43,7 @@ class ServerOptions:
     # time included, and from how many servers it gathers its rows.
     generation: int = 0
     sources: int = 0
+    moved_shards: MovedShards = ()  # of one that has restarted: the placement of its generation
     standby: bool = False  # a parameter server: replaces the server of this index when that dies
     pmem: str | None = None  # of a parameter server of a training job: the directory of the tier files
     parameter_servers: tuple[str, ...] = ()  # an embedding worker: "host:port" of them, by replica index
@@ -142,6 +144,7 @@ def advertised(
         has_rows=has_rows,
         term=term,
         generation=options.generation,
+        moved_shards=options.moved_shards,
     )
     advertiser = Advertiser(session, info, replaces=replaces, is_serving=is_serving)
     with contextlib.ExitStack() as requests:  # closed last: clients send until they get the LEFT event

@@ -19,7 +19,7 @@ from persia.packets.changes import IncrementalSettings, ServerChanges
 from persia.packets.follower import Follower
 from persia.packets.log import PacketLog
 from persia.roles import inference
-from persia.roles.elastic import ElasticServer
+from persia.roles.elastic import ElasticServer, placement_of
 from persia.roles.lifetime import (
     DRAIN_S,
     ServerOptions,
@@ -78,6 +78,9 @@ def _serve_training(
         if section.standbys:
             session = stack.enter_context(connected(nats_url, name, SERVER))
             is_standby = is_standby or starts_as_standby(session, options.replica_index)
+        elif options.generation and not options.sources and options.replica_size > 1:
+            session = stack.enter_context(connected(nats_url, name, SERVER))
+            options = replace(options, moved_shards=placement_of(session, options.generation))
         server = _make_server(options, config, tier, is_standby=is_standby)
         if tier is not None:
             tier.attach(server.store)
@@ -231,6 +234,7 @@ def _make_server(
         standby_deadline_s=section.standby_deadline_sec if section.standbys else 0.0,
         is_standby=is_standby,
         num_sources=options.sources,
+        moved_shards=options.moved_shards,
         num_handler_threads=_REPLICATING_THREADS if section.standbys else _THREADS,
     )
 
@@ -244,6 +248,7 @@ def _share(
 ) -> ServerShare:
     return ServerShare(
         store=server.store,
+        moved_shards=lambda: server.moved_shards,
         index=options.replica_index,
         replicas=options.replica_size,
         generation=options.generation,

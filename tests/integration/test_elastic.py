@@ -18,6 +18,9 @@ import pytest
 from benchmarks.chaos.job import Outcome, Settings, descendants, differences, started, trained_by
 from benchmarks.chaos.job import undisturbed as undisturbed_chaos
 from persia.errors import FailedPreconditionError, UnavailableError
+from persia.messaging.discovery import Directory
+from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
+from persia.observability.status import job_status
 from persia.waiting import Attempts
 
 from .conftest import jobs
@@ -27,13 +30,21 @@ NUM_BATCHES = 400
 SERVER = "embedding-parameter-server"
 
 
-def start(start_job: Any, folder: Path, *, gate: bool = False, **options: Any) -> Any:
+def start(
+    start_job: Any,
+    folder: Path,
+    *,
+    gate: bool = False,
+    uneven: bool = False,
+    pace: float = 0.01,
+    **options: Any,
+) -> Any:
     # The gate leaves batches for what is to be seen of the last servers.
     gated = ("--gate", str(folder / "gate"), "--gate-at", str(NUM_BATCHES - 40)) if gate else ()
     return start_job(
         *("--reproducible", "--staleness", "1", "--dump", str(folder / "rows"), "--dump-at-the-end"),
-        *("--pace", "0.01", *gated),
-        loaders=[["--batches", str(NUM_BATCHES)]],
+        *("--pace", str(pace), *gated),
+        loaders=[["--batches", str(NUM_BATCHES), *(["--uneven"] if uneven else [])]],
         parameter_servers=2,
         embedding_workers=2,
         env={"PERSIA_DEADLINE_SEC": "300"},
@@ -91,6 +102,52 @@ def test_more_servers_and_fewer_give_the_bits_of_a_job_that_keeps_its_own(
     assert len(report["sizes"]) == 2
     # A new server is started again without rows, rather than to gather them.
     job.cluster.restart(f"{SERVER}-0-of-2")
+
+
+def loads(job: Any) -> tuple[float, int]:
+    """The imbalance, and how many virtual shards were moved, as embedding worker 0 says."""
+    for _ in Attempts(240):
+        workers = Directory(job.cluster.session).present(EMBEDDING_WORKER, 1.0)
+        for status in job_status(workers[:1]):
+            stats = {} if status.values is None else status.values["stats"]
+            if "load_imbalance" in stats:
+                return stats["load_imbalance"], stats["num_moved_shards"]
+    raise AssertionError("no worker has asked its servers")
+
+
+@pytest.mark.timeout(900)
+def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_its_own(
+    start_job: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = start(start_job, tmp_path / "undisturbed", uneven=True, pace=0)
+    assert undisturbed.finish_nn_worker() == 0, undisturbed.nn_worker.output
+    job = start(start_job, tmp_path, gate=True, uneven=True, pace=0.04)
+    await_batch(job, 150)
+    assert loads(job) == (2.0, 0)
+    # One of the new servers dies: the old ones continue.
+    killer = threading.Thread(target=kill_when_it_runs, args=(job, f"{SERVER}-1-generation-1"))
+    killer.start()
+    with pytest.raises(UnavailableError, match=f"{SERVER}-1-generation-1 was ended by SIGKILL"):
+        job.cluster.rebalance()
+    killer.join()
+    assert names(job) == [f"{SERVER}-0", f"{SERVER}-1"]
+    state = job.cluster.rebalance()
+    assert (state.before, state.after, state.failure) == (2, 2, "")
+    assert names(job) == [f"{SERVER}-{index}-generation-2" for index in range(2)]
+    await_batch(job, NUM_BATCHES - 41)
+    imbalance, num_moved = loads(job)
+    assert imbalance < 1.4  # it was placed by some hundred sampled rows
+    assert num_moved == state.num_moved_shards > 0
+    # Another number of servers is placed by load, too: by default, the second of four would have none.
+    assert job.cluster.resize(4).num_moved_shards > 0
+    (tmp_path / "gate").touch()
+    assert job.finish_nn_worker() == 0, job.nn_worker.output
+    check_equal(job, undisturbed, tmp_path / "rows", tmp_path / "undisturbed" / "rows")
+    # A server that has restarted knows which rows a checkpoint has for it.
+    job.cluster.restart(f"{SERVER}-0-of-4")
+    restarted, other, *_ = Directory(job.cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, 120.0)
+    assert restarted.moved_shards == other.moved_shards != ()
 
 
 def test_what_cannot_be_moved_is_refused_before_anything_starts() -> None:

@@ -58,6 +58,25 @@ def command(spec: Any) -> str:
     return str(spec["template"]["spec"]["containers"][0]["command"][-1])
 
 
+def test_servers_are_replaced_by_as_many_once_for_each_wish_to_rebalance() -> None:
+    job = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 3})
+    plan = one_pass(job, RUNNING, everything(job))
+    assert (plan.status.resize, plan.status.rebalance) == (
+        Resize(stage=Stage.STARTING, replicas=1, wish=job.wish, generation=1, since=time_text(NOW)),
+        3,
+    )
+    started = one_pass(job, plan.status, everything(job))
+    (spec,) = sets(started).values()
+    assert "--replica-size=1 --generation=1 --sources=1" in command(spec)
+    # Done, or failed: it begins again only when the number is raised.
+    for done in (RUNNING, replace(RUNNING, failed_resize=job.wish)):
+        assert one_pass(job, replace(done, rebalance=3), everything(job)).status.resize is None
+    raised = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 4})
+    assert one_pass(raised, replace(RUNNING, rebalance=3), everything(raised)).status.resize is not None
+    refused = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 4}, resizeCheckpoint="/rows")
+    assert one_pass(refused, RUNNING, everything(refused)).status.resize is None
+
+
 def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:
     plan = one_pass(TWO, RUNNING, everything(ONE))
     assert (plan.status.phase, plan.status.resize) == (

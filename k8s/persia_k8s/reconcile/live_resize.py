@@ -64,6 +64,10 @@ def _wanted(situation: Situation) -> int:
     return situation.job.roles[Role.PARAMETER_SERVER].replicas
 
 
+def _rebalance(situation: Situation) -> int:
+    return situation.job.spec.embedding_parameter_server.rebalance
+
+
 def _is_wanted(situation: Situation) -> bool:
     job, before, replicas = situation.job, situation.before, situation.scale.replicas
     return (
@@ -72,7 +76,9 @@ def _is_wanted(situation: Situation) -> bool:
         and before.failed_resize != job.wish
         and job.spec.resize_checkpoint is None
         and Role.STANDBY not in replicas
-        and _wanted(situation) != replicas[Role.PARAMETER_SERVER]
+        and (
+            _wanted(situation) != replicas[Role.PARAMETER_SERVER] or _rebalance(situation) > before.rebalance
+        )
         # Both report in the same condition.
         and not numbers.is_going_on(situation)
         and not situation.others
@@ -87,6 +93,7 @@ def _begin(situation: Situation) -> None:
     # Never one that has failed: a server of it may still run where its node cannot be reached.
     generation = max(situation.before.server_generation, situation.before.last_generation) + 1
     resize = Resize(stage=Stage.STARTING, replicas=wanted, wish=situation.job.wish, generation=generation)
+    situation.update(rebalance=_rebalance(situation))  # also of one that fails: raised again, it begins again
     _enter(situation, resize, Stage.STARTING)
 
 

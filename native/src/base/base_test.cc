@@ -10,6 +10,7 @@
 #include "base/buffer.h"
 #include "base/bytes.h"
 #include "base/hash.h"
+#include "base/placement.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
@@ -113,9 +114,8 @@ TEST(HashTest, ConsecutiveSignsSpreadEvenly) {
   constexpr uint32_t kSigns = 120'000;
   for (uint32_t parts : {2u, 3u, 16u, 100u}) {
     std::vector<uint32_t> servers(parts);
-    for (uint64_t sign = 0; sign < kSigns; ++sign) {
-      ++servers[ServerOf(SignHash(sign), parts)];
-    }
+    const Placement placement(parts);
+    for (uint64_t sign = 0; sign < kSigns; ++sign) ++servers[placement.ServerOf(SignHash(sign))];
     const double mean = double{kSigns} / parts;
     // Virtual shards do not divide evenly over servers: up to one part in (4096 / parts) more.
     const double slack = 6 * std::sqrt(mean) + mean * parts / kNumVirtualShards;

@@ -37,10 +37,5 @@ inline uint64_t SignHash(uint64_t sign) {
 inline uint32_t VirtualShard(uint64_t sign_hash) {
   return static_cast<uint32_t>(sign_hash >> (64 - kVirtualShardBits));
 }
-// Workers, servers and checkpoint readers must agree on it, whichever of them routes a sign.
-// `num_servers` is at least 1.
-inline uint32_t ServerOf(uint64_t sign_hash, uint32_t num_servers) {
-  return VirtualShard(sign_hash) % num_servers;
-}
 
 }  // namespace persia

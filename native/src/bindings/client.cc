@@ -189,8 +189,7 @@ void BindImplementations(py::module_& module) {
            py::arg("tier") = py::none(), py::arg("row_dtype") = "float32")
       .def("register_batch", &RegisterBatch, py::arg("loader_index"), py::arg("id_features"))
       .def("num_missing_rows", &NumMissingRows);
-  DefineStore(embedded,
-              [](EmbeddedClient& self) { return BoundStore{self.embedding_store(), {}}; });
+  DefineStore(embedded, [](EmbeddedClient& self) { return BoundStore{self.embedding_store()}; });
 }
 
 }  // namespace

@@ -113,7 +113,7 @@ void BindEmbeddingBags(py::module_& module) {
       .def("set_rows", &SetRows, py::arg("slot"), py::arg("ids"), py::arg("rows"))
       .def("stats", Blocking(&EmbeddingBags::stats))
       .def("clear", Blocking(&EmbeddingBags::Clear));
-  DefineStore(bags, [](EmbeddingBags& self) { return BoundStore{self.embedding_store(), {}}; });
+  DefineStore(bags, [](EmbeddingBags& self) { return BoundStore{self.embedding_store()}; });
 }
 
 }  // namespace persia::bindings

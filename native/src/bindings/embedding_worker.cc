@@ -12,6 +12,7 @@
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
+#include "bindings/placement.h"
 #include "worker/worker_service.h"
 
 namespace persia::bindings {
@@ -42,8 +43,13 @@ struct WorkerRole {
   Status SetServer(uint32_t index, const std::string& address) {
     return rows->SetServer(index, address);
   }
-  void ReplaceServers(const std::vector<std::string>& addresses) {
-    rows->ReplaceServers(addresses);
+  Status ReplaceServers(const std::vector<std::string>& addresses, uint64_t generation,
+                        const MovedShards& moved_shards) {
+    PERSIA_ASSIGN_OR_RETURN(const Placement placement,
+                            Placement::Create(static_cast<uint32_t>(addresses.size()), generation,
+                                              FromPython(moved_shards)));
+    rows->ReplaceServers(placement, addresses);
+    return Status::Ok();
   }
   uint64_t ReleaseWaiting() { return engine->ReleaseWaiting(); }
   // One list for the role: the engine's numbers and those of its RPC server.
@@ -67,14 +73,16 @@ std::unique_ptr<WorkerRole> MakeWorker(std::vector<worker::SlotConfig> slots,
                                        uint32_t feature_index_prefix_bit, uint32_t num_servers,
                                        uint64_t forward_buffer_size,
                                        uint32_t buffered_data_expired_s,
-                                       uint32_t num_handler_threads) {
+                                       uint32_t num_handler_threads, uint64_t generation,
+                                       const MovedShards& moved_shards) {
   worker::WorkerOptions options{
       .feature_index_prefix_bit = feature_index_prefix_bit,
       .slots = std::move(slots),
       .forward_buffer_size = forward_buffer_size,
       .buffered_data_expired = std::chrono::seconds(buffered_data_expired_s)};
   const net::ServerOptions rpc{.num_handler_threads = num_handler_threads};
-  auto rows = std::make_shared<RemoteRows>(num_servers);
+  auto rows = std::make_shared<RemoteRows>(
+      ValueOrRaise(Placement::Create(num_servers, generation, FromPython(moved_shards))));
   return std::make_unique<WorkerRole>(
       rows, ValueOrRaise(EmbeddingWorker::Create(std::move(options), rows)), rpc);
 }
@@ -107,15 +115,19 @@ void BindEmbeddingWorker(py::module_& module) {
   role.def(py::init(&MakeWorker), py::kw_only(), py::arg("slots"),
            py::arg("feature_index_prefix_bit"), py::arg("num_servers"),
            py::arg("forward_buffer_size") = 1000, py::arg("buffered_data_expired_s") = 1000,
-           py::arg("num_handler_threads") = worker::kMaxOrderedReturns)
+           py::arg("num_handler_threads") = worker::kMaxOrderedReturns, py::arg("generation") = 0,
+           py::arg("moved_shards") = MovedShards())
       .def("set_server", Blocking(&WorkerRole::SetServer), py::arg("index"), py::arg("address"))
-      .def("replace_servers", Blocking(&WorkerRole::ReplaceServers), py::arg("addresses"))
+      .def("replace_servers", Blocking(&WorkerRole::ReplaceServers), py::arg("addresses"),
+           py::kw_only(), py::arg("generation"), py::arg("moved_shards") = MovedShards())
       .def("start", Blocking(&WorkerRole::Start), py::arg("host"), py::arg("port"))
       .def("stop", Blocking(&WorkerRole::Stop), py::arg("timeout_s") = 10.0)
       .def("register_batch", &RegisterAtWorker, py::arg("loader_index"), py::arg("id_features"))
       .def("release_waiting", Blocking(&WorkerRole::ReleaseWaiting))
       .def_property_readonly("incarnation",
                              [](WorkerRole& self) { return self.engine->incarnation(); })
+      .def_property_readonly(
+          "moved_shards", [](WorkerRole& self) { return ToPython(self.rows->placement().moved()); })
       .def("durations", [](WorkerRole& self) { return DurationsToDict(self.durations()); })
       .def("server_loads", &ServerLoads, py::kw_only(), py::arg("timeout_s") = 60.0);
   DefineMetrics(role, [](WorkerRole& self) { return self.metrics(); });

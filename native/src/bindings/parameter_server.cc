@@ -15,6 +15,7 @@
 #include "bindings/errors.h"
 #include "bindings/metrics.h"
 #include "bindings/module.h"
+#include "bindings/placement.h"
 #include "bindings/store.h"
 
 namespace persia::bindings {
@@ -26,13 +27,11 @@ using server::ParameterServer;
 
 // With a tier this recovers the rows of its file, which may take minutes: the GIL is free
 // meanwhile.
-std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t replica_size,
-                                            uint64_t capacity, uint32_t num_internal_shards,
-                                            uint32_t num_handler_threads, bool read_only,
-                                            const std::optional<store::TierOptions>& tier,
-                                            const std::string& row_dtype,
-                                            std::chrono::milliseconds standby_deadline,
-                                            bool is_standby, uint32_t num_sources) {
+std::unique_ptr<ParameterServer> MakeServer(
+    uint32_t replica_index, uint32_t replica_size, uint64_t capacity, uint32_t num_internal_shards,
+    uint32_t num_handler_threads, bool read_only, const std::optional<store::TierOptions>& tier,
+    const std::string& row_dtype, std::chrono::milliseconds standby_deadline, bool is_standby,
+    uint32_t num_sources, const MovedShards& moved_shards) {
   ParameterServer::Options options;
   options.replica_index = replica_index;
   options.replica_size = replica_size;
@@ -45,6 +44,7 @@ std::unique_ptr<ParameterServer> MakeServer(uint32_t replica_index, uint32_t rep
   options.standby_deadline = standby_deadline;
   options.is_standby = is_standby;
   options.num_sources = num_sources;
+  options.moved_shards = FromPython(moved_shards);
   return ValueOrRaise(WithoutGil([&] { return ParameterServer::Create(options); }));
 }
 
@@ -131,15 +131,20 @@ void DefineTransfer(Role& role) {
   role.def(
           "begin_transfer",
           [](ParameterServer& self, const std::vector<std::pair<std::string, uint64_t>>& targets,
-             double max_processors, std::chrono::milliseconds deadline) {
-            server::RowTransfer::Options options{.max_processors = max_processors,
-                                                 .deadline = deadline};
+             const MovedShards& moved_shards, double max_processors,
+             std::chrono::milliseconds deadline) {
+            server::RowTransfer::Options options{
+                .placement = ValueOrRaise(Placement::Create(static_cast<uint32_t>(targets.size()),
+                                                            0, FromPython(moved_shards))),
+                .max_processors = max_processors,
+                .deadline = deadline};
             for (const auto& [address, incarnation] : targets) {
               options.targets.push_back({address, incarnation});
             }
             RaiseIfError(WithoutGil([&] { return self.BeginTransfer(options); }));
           },
-          py::arg("targets"), py::kw_only(), py::arg("max_processors"), py::arg("deadline_s"))
+          py::arg("targets"), py::kw_only(), py::arg("moved_shards") = MovedShards(),
+          py::arg("max_processors"), py::arg("deadline_s"))
       .def("hand_over", Blocking(&ParameterServer::HandOver))
       .def("resume", [](ParameterServer& self) { WithoutGil([&] { self.Resume(); }); })
       .def("serve", Blocking(&ParameterServer::Serve))
@@ -147,6 +152,9 @@ void DefineTransfer(Role& role) {
       .def_property_readonly(
           "transfer_refusal",
           [](ParameterServer& self) { return self.CheckTransferable().message(); })
+      .def_property_readonly(
+          "moved_shards", [](ParameterServer& self) { return ToPython(self.placement().moved()); })
+      .def_property_readonly("shard_loads", &ParameterServer::shard_loads)
       .def_property_readonly("has_handed_over", &ParameterServer::has_handed_over)
       .def_property_readonly("was_sent_rows", &ParameterServer::was_sent_rows);
 }
@@ -160,7 +168,8 @@ void BindParameterServer(py::module_& module) {
            py::arg("capacity"), py::arg("num_internal_shards"), py::arg("num_handler_threads") = 2,
            py::arg("read_only") = false, py::arg("tier") = py::none(),
            py::arg("row_dtype") = "float32", py::arg("standby_deadline_s") = 0.0,
-           py::arg("is_standby") = false, py::arg("num_sources") = 0)
+           py::arg("is_standby") = false, py::arg("num_sources") = 0,
+           py::arg("moved_shards") = MovedShards())
       .def("start", Blocking(&ParameterServer::Start), py::arg("host"), py::arg("port"))
       .def("mark_loaded", &ParameterServer::MarkLoaded)
       .def("stop", Blocking(&ParameterServer::Stop), py::arg("timeout_s") = 10.0)
@@ -171,8 +180,9 @@ void BindParameterServer(py::module_& module) {
   DefineMetrics(role, [](ParameterServer& self) { return self.metrics(); });
   // A dump names each file by the server's place, so the store is bound together with it.
   DefineStore(role, [](ParameterServer& self) {
-    const ParameterServer::Options& options = self.options();
-    return BoundStore{self.embedding_store(), {options.replica_index, options.replica_size}};
+    return BoundStore{self.embedding_store(), [&self] {
+                        return checkpoint::Replica{self.options().replica_index, self.placement()};
+                      }};
   });
 }
 

@@ -29,7 +29,7 @@ std::unique_ptr<Snapshot> BeginSnapshot(BoundStore& self, uint32_t num_parts,
                                         bool with_state, double max_processors) {
   const Snapshot::Options options{
       .num_parts = num_parts,
-      .replica = self.replica,
+      .replica = self.replica(),
       .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)},
       .with_state = with_state,
       .max_processors = max_processors};
@@ -42,7 +42,7 @@ std::unique_ptr<Snapshot> TakeChanges(BoundStore& self, uint32_t num_parts,
                                       uint64_t max_waiting_bytes, double patience_s) {
   const Snapshot::Options options{
       .num_parts = num_parts,
-      .replica = self.replica,
+      .replica = self.replica(),
       .rows = {.max_waiting_bytes = max_waiting_bytes, .patience = Timeout(patience_s)}};
   return ValueOrRaise(WithoutGil([&] { return Snapshot::TakeChanges(self.store, options); }));
 }
@@ -78,7 +78,7 @@ std::unique_ptr<Loader> BeginLoad(BoundStore& self, const TrainConfig& config, b
                      .kind = FileKind::kRows,
                      .with_state = with_state,
                      .fresh_state = fresh_state,
-                     .replica = self.replica});
+                     .replica = self.replica()});
 }
 
 // Changes are applied in one step: a lookup sees all of a packet or nothing of it.
@@ -87,7 +87,7 @@ std::unique_ptr<Loader> BeginApply(BoundStore& self, const TrainConfig& config,
   return Load(self, {.config = config,
                      .kind = is_from_nothing ? FileKind::kChangesFromNothing : FileKind::kChanges,
                      .with_state = with_state,
-                     .replica = self.replica});
+                     .replica = self.replica()});
 }
 
 // Written in place, into the array that is returned.

@@ -4,16 +4,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <functional>
+
 #include "checkpoint/snapshot.h"
 #include "store/embedding_store.h"
 
 namespace persia::bindings {
 
-// A store and its place in the cluster. The object that owns the store must outlive it, which
-// DefineStore sees to.
+// A store and its place in the cluster, which a server may learn only with its rows. The object
+// that owns the store must outlive it, which DefineStore sees to.
 struct BoundStore {
   store::EmbeddingStore& store;
-  checkpoint::Replica replica;
+  std::function<checkpoint::Replica()> replica = [] { return checkpoint::Replica(); };
 };
 
 // Adds the property `store` to a class; `store_of(self)` returns its BoundStore.

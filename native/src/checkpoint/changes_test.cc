@@ -299,8 +299,8 @@ TEST(Changes, OfOtherServersAreSkipped) {
   const auto b = store::MakeStore({.capacity = 1000, .num_internal_shards = 2});
   const auto follow = [&] {
     const auto files = FilesOfChanges(*store);
-    Apply(*a, files, {.index = 0, .size = 2});
-    Apply(*b, files, {.index = 1, .size = 2});
+    Apply(*a, files, {.index = 0, .placement = 2});
+    Apply(*b, files, {.index = 1, .placement = 2});
   };
   store::Lookup(*store, Range(0, 400), 4);
   follow();

@@ -17,7 +17,7 @@ using store::Range;
 
 constexpr uint64_t kNumRows = 20'000;
 // At this share a dump takes days.
-constexpr Snapshot::Options kSlow{.max_gathered_bytes = 1, .max_processors = 1e-8};
+const Snapshot::Options kSlow{.max_gathered_bytes = 1, .max_processors = 1e-8};
 
 class DumpThrottleTest : public testing::Test {
  protected:

@@ -153,7 +153,8 @@ Status Loader::CheckKind(bool is_of_changes) const {
 
 // Each server loads whole files and keeps its own part: the number of servers may have changed.
 bool Loader::IsForeign(const BlockRows& rows) const {
-  return rows.shape.virtual_shard % options_.replica.size != options_.replica.index;
+  const Replica& replica = options_.replica;
+  return replica.placement.ServerOfShard(rows.shape.virtual_shard) != replica.index;
 }
 
 // Without state, StoreLoad gives each row the state of a new one.

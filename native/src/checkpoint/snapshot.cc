@@ -123,7 +123,7 @@ void Snapshot::AddPart(const Options& options, uint32_t number) {
                           .part = number,
                           .num_parts = options.num_parts,
                           .replica_index = options.replica.index,
-                          .replica_size = options.replica.size,
+                          .replica_size = options.replica.placement.num_servers(),
                           .kind = kind(),
                           .config = config()};
   // Every part must get on even where there are very many.

@@ -26,6 +26,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/placement.h"
 #include "base/status.h"
 #include "checkpoint/block_writer.h"
 #include "checkpoint/dump_throttle.h"
@@ -40,7 +41,7 @@ namespace persia::checkpoint {
 // Where a store stands in its cluster; a store in this process is the only one.
 struct Replica {
   uint32_t index = 0;
-  uint32_t size = 1;
+  Placement placement;
 };
 
 class Snapshot;

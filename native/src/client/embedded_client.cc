@@ -20,12 +20,13 @@ class EmbeddedRows final : public worker::RowService {
 
   store::EmbeddingStore& store() { return server_->embedding_store(); }
 
-  uint32_t num_servers() const override { return 1; }
+  Placement placement() const override { return {}; }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
     return store().Configure(config, replace);
   }
-  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
+  StatusOr<std::vector<ServerRows>> Lookup(const Placement& /*routed*/,
+                                           std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
     std::vector<ServerRows> answers(1);
@@ -34,19 +35,22 @@ class EmbeddedRows final : public worker::RowService {
     PERSIA_ASSIGN_OR_RETURN(answers[0], server_->Lookup({train, requests[0].view()}));
     return answers;
   }
-  worker::HintReport Prefetch(std::span<const ServerBlocks> requests) override {
+  worker::HintReport Prefetch(const Placement& /*routed*/,
+                              std::span<const ServerBlocks> requests) override {
     store().tier().Prefetch(requests[0].signs);  // which counts what it drops
     return {.num_signs = requests[0].signs.size()};
   }
   bool WantsPrefetch() override { return store().tier().WantsPrefetch(); }
   // The worker repeats an update only when it was not applied, so its key is not remembered here.
-  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
+  StatusOr<std::vector<UpdateResult>> Update(const Placement& /*routed*/,
+                                             std::span<const UpdateRowsRequest> requests,
                                              Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
     PERSIA_ASSIGN_OR_RETURN(const UpdateResult result, server_->Update(requests[0]));
     return std::vector{result};
   }
-  Status SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) override {
+  Status SetRows(const Placement& /*routed*/, std::span<const SetRowsRequest> requests,
+                 Deadline deadline) override {
     PERSIA_RETURN_IF_ERROR(CheckDeadline(deadline));
     if (!std::ranges::all_of(requests[0].rows, [](float x) { return std::isfinite(x); })) {
       return InvalidArgument("rows: some values are NaN or infinite; set finite ones");

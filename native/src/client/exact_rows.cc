@@ -71,7 +71,7 @@ StatusOr<ExactRows::BatchPtr> ExactRows::Begin(std::span<const std::byte> id_fea
   auto batch = std::make_shared<Batch>();
   // For one server, so that a sign's number is its place among the signs. The worker has the same
   // numbers for any number of servers.
-  batch->plan = planner.Make(features, slots_, /*num_servers=*/1);
+  batch->plan = planner.Make(features, slots_, Placement(1));
   std::unique_lock lock(mutex_);
   if (!changed_.wait_until(lock, deadline, [&] { return num_other_rows_ == 0 && !is_probing_; })) {
     return DeadlineExceeded(is_probing_ ? "the lookup before this one is not answered"
@@ -125,7 +125,7 @@ StatusOr<worker::LookupResult> ExactRows::Arrive(const BatchPtr& batch, uint32_t
                                                  const worker::WholeRows& answer) {
   const std::lock_guard lock(mutex_);
   std::vector<uint64_t> inserted;
-  Status status = CheckServers(answer.incarnations);
+  Status status = CheckServers(answer);
   if (status.ok()) status = Insert(*batch, answer, &inserted);
   if (!status.ok()) {
     // Only rows that this answer brought may be of another config: a batch in flight may need
@@ -150,16 +150,17 @@ bool ExactRows::AreOthers(std::span<const uint64_t> incarnations) const {
 
 // A server that has lost its rows begins them anew, while the rank would continue with the old
 // ones. One that replaces another with all rows cannot be told from it.
-Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
+Status ExactRows::CheckServers(const worker::WholeRows& answer) {
   PERSIA_RETURN_IF_ERROR(status_);
-  // Another number of servers has taken over the rows and the updates of those before.
-  if (incarnations.size() == incarnations_.size() && AreOthers(incarnations)) {
+  // Servers of another placement have taken over the rows and the updates of those before.
+  if (answer.placement == placement_ && AreOthers(answer.incarnations)) {
     return status_ = FailedPrecondition(
                "a parameter server was started again, or its rows were set, cleared or loaded, "
                "while consistency='exact' held rows of ",
                batches_.size(), " batches in flight: load a checkpoint and begin a new context");
   }
-  incarnations_.assign(incarnations.begin(), incarnations.end());
+  incarnations_ = answer.incarnations;
+  placement_ = answer.placement;
   return Status::Ok();
 }
 
@@ -168,12 +169,11 @@ Status ExactRows::CheckServers(std::span<const uint64_t> incarnations) {
 // different optimizers: too few or too many floats show another config.
 Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer,
                          std::vector<uint64_t>* inserted) {
-  const auto num_servers = static_cast<uint32_t>(answer.rows.size());
   std::vector<std::span<const float>> left = answer.rows;
   const store::RowPolicy* policy = nullptr;
   store::RowShape shape;
   uint64_t num_fetched = 0;
-  if (num_servers == 0) return Corruption("an answer of no server");
+  if (left.empty()) return Corruption("an answer of no server");
   for (const worker::PlannedGroup& group : batch.plan.groups) {
     for (uint32_t i = 0; i < group.num_signs; ++i) {
       const uint32_t number = group.first_number + i;
@@ -184,7 +184,7 @@ Status ExactRows::Insert(Batch& batch, const worker::WholeRows& answer,
         shape = policy->ShapeFor(group.dim);
       }
       std::span<const float>& rows =
-          left[num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers)];
+          left[left.size() == 1 ? 0 : answer.placement.ServerOf(SignHash(sign))];
       const uint32_t num_floats = store::WholeRowFloats(shape);
       if (rows.size() < num_floats) {
         return Corruption("whole rows end early: rank and servers differ in their config");

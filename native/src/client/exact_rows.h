@@ -134,7 +134,7 @@ class ExactRows {
   // Asks for the rows of the batch that are not held.
   void Want(Batch& batch, worker::LookupWholeRequest* request);
   bool AreOthers(std::span<const uint64_t> incarnations) const;
-  Status CheckServers(std::span<const uint64_t> incarnations);
+  Status CheckServers(const worker::WholeRows& answer);
   // Adds the signs of rows that were not held to `inserted`, even if it fails.
   Status Insert(Batch& batch, const worker::WholeRows& answer, std::vector<uint64_t>* inserted);
   StatusOr<BatchPtr> Find(const worker::BatchReference& reference) const;
@@ -172,6 +172,7 @@ class ExactRows {
   uint64_t next_update_ = 1;
   std::map<uint64_t, BatchPtr> unacknowledged_;  // by the order of updates
   std::vector<uint64_t> incarnations_;           // of the servers
+  Placement placement_;                          // theirs
   CounterList counters_;
   Counter num_replayed_{counters_,
                         {"num_replayed_rows", "persia_nn_replayed_rows",

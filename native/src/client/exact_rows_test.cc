@@ -24,18 +24,18 @@ using testing::Take;
 using testing::TrainSynchronously;
 using testing::WholeRowsOf;
 
-void ExpectExact(OptimizerKind kind, uint32_t in_flight, uint32_t num_servers, uint32_t num_workers,
-                 uint64_t max_bytes = ExactRows::kMaxBytes,
+void ExpectExact(OptimizerKind kind, uint32_t in_flight, const Placement& placement,
+                 uint32_t num_workers, uint64_t max_bytes = ExactRows::kMaxBytes,
                  uint64_t spare_bytes = HeldRows::kSpareBytes) {
   constexpr uint32_t kNumSteps = 60;
-  Cluster plain(num_servers), exact(num_servers, num_workers);
+  Cluster plain(placement.num_servers()), exact(placement, num_workers);
   ASSERT_TRUE(plain.client().Configure(Config(kind), false, Soon()).ok());
   ExactRank::Begin(exact.client(), max_bytes, spare_bytes);
   ASSERT_TRUE(exact.client().Configure(Config(kind), false, Soon()).ok());
   const auto expected = TrainSynchronously(plain, kNumSteps);
   ExactRank rank(exact, exact.client(), in_flight, num_workers);
   EXPECT_EQ(rank.Train(kNumSteps), expected);
-  EXPECT_EQ(WholeRowsOf(exact, num_servers), WholeRowsOf(plain, num_servers));
+  EXPECT_EQ(WholeRowsOf(exact, placement), WholeRowsOf(plain, placement.num_servers()));
   const Metrics metrics = exact.client().exact_rows()->metrics();
   EXPECT_EQ(metrics["num_held_rows"] > 0, max_bytes > 0);
   EXPECT_GT(metrics["num_replayed_rows"], 0u);
@@ -77,6 +77,12 @@ TEST(ExactRowsTest, WithEachOptimizer) {
 }
 
 TEST(ExactRowsTest, WithSeveralWorkers) { ExpectExact(OptimizerKind::kAdam, 8, 2, 3); }
+
+TEST(ExactRowsTest, WithVirtualShardsThatWereMoved) {
+  std::vector<MovedShard> moved;
+  for (uint16_t shard = 0; shard < 1000; ++shard) moved.push_back({shard, 1});
+  ExpectExact(OptimizerKind::kAdam, 8, Placement::Create(3, 2, moved).value(), 2);
+}
 
 TEST(ExactRowsTest, AServerThatIsStartedAgainIsAnError) {
   Cluster cluster(2);

@@ -55,7 +55,7 @@ inline std::vector<Snapshot> TrainSynchronously(Cluster& cluster, uint32_t num_s
 
 // Every whole row of the servers, by sign.
 inline std::map<uint64_t, std::vector<uint32_t>> WholeRowsOf(Cluster& cluster,
-                                                             uint32_t num_servers) {
+                                                             const Placement& placement) {
   std::map<uint64_t, std::vector<uint32_t>> all;
   const auto slots = Slots();
   const auto table = Must(worker::SlotTable::Create(slots.feature_index_prefix_bit, slots.slots));
@@ -64,7 +64,7 @@ inline std::map<uint64_t, std::vector<uint32_t>> WholeRowsOf(Cluster& cluster,
       std::vector<uint64_t> signs(slot.num_buckets());
       table.MakeSigns(slot, {&id, 1}, signs.data());
       for (const uint64_t& sign : signs) {
-        const uint32_t server = ServerOf(SignHash(sign), num_servers);
+        const uint32_t server = placement.ServerOf(SignHash(sign));
         const store::RowBlock block{slot.dim, {&sign, 1}};
         store::LookupReport report;
         const Buffer row = Must(store::LookupWholeRows(

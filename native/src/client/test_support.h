@@ -163,15 +163,15 @@ class Pools {
 // `cache_rows` servers have pools.
 class Cluster {
  public:
-  explicit Cluster(uint32_t num_servers, uint32_t num_workers = 1, uint64_t cache_rows = 0)
+  explicit Cluster(const Placement& placement, uint32_t num_workers = 1, uint64_t cache_rows = 0)
       : cache_rows_(cache_rows),
-        rows_(std::make_shared<worker::RemoteRows>(num_servers)),
-        servers_(num_servers),
+        rows_(std::make_shared<worker::RemoteRows>(placement)),
+        servers_(placement.num_servers()),
         workers_(num_workers),
         services_(num_workers),
         ports_(num_workers),
         client_(Must(RemoteClient::Create(num_workers))) {
-    for (uint32_t i = 0; i < num_servers; ++i) StartServer(i);
+    for (uint32_t i = 0; i < servers_.size(); ++i) StartServer(i);
     for (uint32_t i = 0; i < num_workers; ++i) StartWorker(i);
   }
 

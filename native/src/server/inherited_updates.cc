@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <unordered_map>
 
+#include "base/bytes.h"
 #include "base/hash.h"
 
 namespace persia::server {
@@ -11,27 +12,38 @@ namespace {
 // Of one worker: as many as an UpdateDeduplicator remembers.
 constexpr uint64_t kKeptReferences = UpdateDeduplicator::Limits{}.keys_per_worker;
 
+void PutPart(const ShardSet& shards, std::span<const BatchKey> keys, ByteWriter* writer) {
+  if (keys.empty()) return;
+  writer->Put(shards);
+  writer->Put(uint64_t{keys.size()});
+  writer->PutArray(keys);
+}
+
 }  // namespace
 
-// A part says that server `index` of `num_servers` has applied the update: with its signs' hashes
-// that tells which rows have it. After several resizes an update may have parts of different
-// numbers of servers.
-void InheritedUpdates::Add(std::span<const AppliedPart> parts) {
-  for (const AppliedPart& part : parts) {
-    places_[Id(part.key)].insert({part.index, std::max(part.num_servers, 1u)});
+// A part: virtual shards, the number of keys, and the keys of updates that were applied to them.
+// After several changes of the servers an update may have parts of different generations.
+Status InheritedUpdates::Add(std::span<const std::byte> parts) {
+  for (ByteReader reader(parts); reader.remaining() > 0;) {
+    const auto shards = reader.Get<ShardSet>();
+    const auto keys = reader.GetArray<BatchKey>(reader.Get<uint64_t>());
+    if (!reader.ok()) return Corruption("updates of another length");
+    const auto known = std::find(sets_.begin(), sets_.end(), shards);
+    const auto index = static_cast<size_t>(known - sets_.begin());
+    if (known == sets_.end()) sets_.push_back(shards);
+    for (const BatchKey& key : keys) parts_[Id(key)].insert(index);
   }
+  return Status::Ok();
 }
 
 // A worker that routes a repeated update anew sends it to servers that have rows of several
 // predecessors. Of these some had applied it and some had not, so the signs are told apart one by
 // one.
 RemainingUpdate InheritedUpdates::Remaining(const UpdateRowsRequest& request) const {
-  const std::set<Place>& places = places_.at(Id(request.key));
+  ShardSet applied;
+  for (const size_t part : parts_.at(Id(request.key))) applied |= sets_[part];
   const auto was_applied = [&](uint64_t sign) {
-    const uint64_t hash = SignHash(sign);
-    return std::any_of(places.begin(), places.end(), [&](const Place& place) {
-      return ServerOf(hash, place.second) == place.first;
-    });
+    return applied.test(VirtualShard(SignHash(sign)));
   };
   RemainingUpdate remaining;
   const uint64_t* sign = request.blocks.signs.data();
@@ -51,23 +63,25 @@ RemainingUpdate InheritedUpdates::Remaining(const UpdateRowsRequest& request) co
 
 // What the servers after this one must know: its own updates, and those it inherited itself. The
 // latter are dropped once the worker has sent so many newer ones that no repetition can come.
-std::vector<AppliedPart> InheritedUpdates::ForNext(std::span<const AppliedUpdate> updates,
-                                                   uint32_t index, uint32_t num_servers) const {
-  std::vector<AppliedPart> parts;
+std::vector<std::byte> InheritedUpdates::ForNext(std::span<const AppliedUpdate> updates,
+                                                 const ShardSet& own) const {
+  std::vector<BatchKey> own_keys;
   std::unordered_map<uint64_t, uint64_t> newest;  // reference, by worker
   for (const AppliedUpdate& update : updates) {
-    parts.push_back({update.key, index, num_servers});
+    own_keys.push_back(update.key);
     uint64_t& reference = newest[update.key.worker_incarnation];
     reference = std::max(reference, update.key.reference);
   }
-  for (const auto& [key, places] : places_) {
+  std::vector<std::vector<BatchKey>> inherited(sets_.size());
+  for (const auto& [key, parts] : parts_) {
     const auto of_worker = newest.find(key.first);
     if (of_worker != newest.end() && key.second + kKeptReferences < of_worker->second) continue;
-    for (const Place& place : places) {
-      parts.push_back({{key.first, key.second}, place.first, place.second});
-    }
+    for (const size_t part : parts) inherited[part].push_back({key.first, key.second});
   }
-  return parts;
+  ByteWriter writer;
+  PutPart(own, own_keys, &writer);
+  for (size_t i = 0; i < sets_.size(); ++i) PutPart(sets_[i], inherited[i], &writer);
+  return writer.Release();
 }
 
 }  // namespace persia::server

@@ -67,6 +67,8 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
     return InvalidArgument("replica_index is ", options.replica_index, "; with replica_size ",
                            options.replica_size, " it must be below that");
   }
+  // Here, where it can be refused.
+  PERSIA_RETURN_IF_ERROR(Placement::Create(options.replica_size, 0, options.moved_shards).status());
   PERSIA_ASSIGN_OR_RETURN(auto rows, options.tier
                                          ? store::EmbeddingStore::Open(options.store, *options.tier)
                                          : store::EmbeddingStore::Create(options.store));
@@ -76,6 +78,7 @@ StatusOr<std::unique_ptr<ParameterServer>> ParameterServer::Create(const Options
 ParameterServer::ParameterServer(const Options& options,
                                  std::unique_ptr<store::EmbeddingStore> rows)
     : options_(options),
+      placement_(Placement::Create(options.replica_size, 0, options.moved_shards).value()),
       store_(std::move(rows)),
       refusal_(options.is_standby        ? Refusal::kStandby
                : options.num_sources > 0 ? Refusal::kGathering
@@ -84,7 +87,7 @@ ParameterServer::ParameterServer(const Options& options,
       log_(options.is_standby ? MakeLog() : nullptr),
       gathering_(options.num_sources > 0
                      ? std::make_unique<RowGathering>(store_.get(), &inherited_, incarnation_,
-                                                      options.num_sources)
+                                                      options.num_sources, options.replica_size)
                      : nullptr),
       rpc_(options.rpc) {
   // Each method is described by its Method; what is written here is only what it does.
@@ -255,7 +258,7 @@ Status ParameterServer::HandOver() {
   }
   PERSIA_RETURN_IF_ERROR(CheckTransferable());
   return transfer_->SendLast(
-      inherited_.ForNext(updates_.Applied(), options_.replica_index, options_.replica_size));
+      inherited_.ForNext(updates_.Applied(), placement().ShardsOf(options_.replica_index)));
 }
 
 void ParameterServer::Resume() {
@@ -336,6 +339,7 @@ StatusOr<ServerRows> ParameterServer::Lookup(const LookupRowsRequest& request) {
   if (num_rows == 0) return answer;
   // After the lookup, so that one that is refused counts nothing.
   num_looked_up_rows_.Add(num_rows);
+  shard_loads_.Count(request.blocks.signs);
   last_missing_ratio_.store(static_cast<double>(report.num_missing) / static_cast<double>(num_rows),
                             std::memory_order_relaxed);
   return answer;
@@ -356,6 +360,7 @@ StatusOr<ServerRows> ParameterServer::LookupWhole(const LookupRowsRequest& reque
   answer.rows = {reinterpret_cast<const float*>(answer.storage.data()),
                  answer.storage.size() / sizeof(float)};
   num_looked_up_rows_.Add(request.blocks.signs.size());
+  shard_loads_.Count(request.blocks.signs);
   return answer;
 }
 

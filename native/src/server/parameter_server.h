@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "base/metrics.h"
+#include "base/placement.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "net/server.h"
@@ -29,6 +30,7 @@
 #include "server/operation_log.h"
 #include "server/row_gathering.h"
 #include "server/row_transfer.h"
+#include "server/shard_loads.h"
 #include "server/standby_link.h"
 #include "server/update_deduplicator.h"
 #include "store/embedding_store.h"
@@ -42,6 +44,8 @@ class ParameterServer {
     // the server keeps whatever it is sent.
     uint32_t replica_index = 0;
     uint32_t replica_size = 1;
+    // Of the servers, where this one has restarted; one with sources is told with its rows.
+    std::vector<MovedShard> moved_shards = {};
     store::EmbeddingStore::Options store = {};
     std::optional<store::TierOptions> tier = {};  // without one, rows are in memory alone
     net::ServerOptions rpc = {};
@@ -83,7 +87,8 @@ class ParameterServer {
   // The link to this server's own standby; null without `standby_deadline`.
   StandbyLink* standby() { return standby_.get(); }
 
-  // Sends the rows to the servers that replace this one and its like. `transfer`: its targets.
+  // Sends the rows to the servers that replace this one and its like. `transfer`: its targets and
+  // their placement.
   // kFailedPrecondition: with what the server has, it cannot be replaced so; nothing has begun.
   Status BeginTransfer(const RowTransfer::Options& transfer);
   // As far as its options and its config are concerned.
@@ -98,6 +103,12 @@ class ParameterServer {
   bool has_handed_over() const { return refusal_ == Refusal::kHandedOver; }
   // Of a server with `num_sources`: answers from now on. kFailedPrecondition: rows are missing.
   Status Serve();
+  // The placement of this server and its like. With `num_sources` only once it serves.
+  Placement placement() const {
+    return gathering_ == nullptr ? placement_ : gathering_->placement();
+  }
+  // Rows looked up lately by virtual shard: a sample.
+  std::vector<uint64_t> shard_loads() const { return shard_loads_.counts(); }
   bool was_sent_rows() const { return gathering_ != nullptr && gathering_->has_begun(); }
 
   // The answer owns copies of the rows: they may change or be evicted before it is sent.
@@ -151,6 +162,7 @@ class ParameterServer {
                                     const net::CallContext& context);
 
   const Options options_;
+  const Placement placement_;  // as the options say
   // Set once, read by every request of a read-only server.
   std::atomic<bool> loaded_ = false;  // counts for read-only servers
   const uint64_t incarnation_ = DrawIncarnation();
@@ -175,6 +187,7 @@ class ParameterServer {
        "Updates between a lookup and its own update, at most.", MetricKind::kGauge}};
   Counter num_looked_up_rows_{counters_,
                               {"num_looked_up_rows", "persia_lookup_rows", "Rows asked for."}};
+  ShardLoads shard_loads_;
   DurationStats decode_times_{"decode"};
   DurationStats encode_times_{"encode"};
   DurationStats lookup_times_{"lookup"};

@@ -40,8 +40,8 @@ Status RowGathering::TakePiece(const ReplicateRequest& message, uint32_t source)
   if (message.kind == ReplicateKind::kCopyRows) return TakeRows(message.body);
   const std::lock_guard lock(mutex_);
   if (message.kind == ReplicateKind::kCopyConfig) return TakeConfig(message.body);
-  if (message.kind == ReplicateKind::kCopyUpdates) return TakeUpdates(message.body);
-  if (message.kind == ReplicateKind::kCopyEnd) return TakeEnd(source);
+  if (message.kind == ReplicateKind::kCopyUpdates) return updates_.Add(message.body);
+  if (message.kind == ReplicateKind::kCopyEnd) return TakeEnd(source, message.body);
   return InvalidArgument("a new server takes rows, not operations");
 }
 
@@ -73,14 +73,16 @@ Status RowGathering::TakeRows(std::span<const std::byte> body) {
   return loader->Apply().status();
 }
 
-Status RowGathering::TakeUpdates(std::span<const std::byte> body) {
-  if (body.size() % sizeof(AppliedPart) != 0) return Corruption("updates of another length");
-  const auto* begin = reinterpret_cast<const AppliedPart*>(body.data());
-  updates_.Add({begin, body.size() / sizeof(AppliedPart)});
-  return Status::Ok();
-}
-
-Status RowGathering::TakeEnd(uint32_t source) {
+// Sources that do not agree on the placement have sent rows to the wrong servers.
+Status RowGathering::TakeEnd(uint32_t source, std::span<const std::byte> moved) {
+  const auto* begin = reinterpret_cast<const MovedShard*>(moved.data());
+  PERSIA_ASSIGN_OR_RETURN(
+      const Placement of_source,
+      Placement::Create(placement_.num_servers(), 0, {begin, moved.size() / sizeof(MovedShard)}));
+  if (ended_.empty()) placement_ = of_source;
+  if (placement_ != of_source) {
+    return FailedPrecondition("server ", source, " has placed its rows otherwise than the others");
+  }
   ended_.insert(source);
   if (ended_.size() < num_sources_ || loader_ == nullptr) return Status::Ok();
   loader_->Commit();
@@ -92,6 +94,11 @@ Status RowGathering::TakeEnd(uint32_t source) {
 bool RowGathering::is_complete() const {
   const std::lock_guard lock(mutex_);
   return ended_.size() == num_sources_;
+}
+
+Placement RowGathering::placement() const {
+  const std::lock_guard lock(mutex_);
+  return placement_;
 }
 
 bool RowGathering::has_begun() const {

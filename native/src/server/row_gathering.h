@@ -15,6 +15,7 @@
 #include <set>
 #include <span>
 
+#include "base/placement.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
@@ -31,15 +32,21 @@ constexpr uint64_t PieceNumber(uint32_t piece, uint32_t source) {
 
 class RowGathering {
  public:
-  // `incarnation`: of this server.
+  // `incarnation`: of this server, one of `num_servers`.
   RowGathering(store::EmbeddingStore* store, InheritedUpdates* updates, uint64_t incarnation,
-               uint32_t num_sources)
-      : store_(*store), updates_(*updates), incarnation_(incarnation), num_sources_(num_sources) {}
+               uint32_t num_sources, uint32_t num_servers)
+      : store_(*store),
+        updates_(*updates),
+        incarnation_(incarnation),
+        num_sources_(num_sources),
+        placement_(num_servers) {}
 
   // A piece of the server and with the number that `message.number` has (PieceNumber). Repeated, it
   // changes nothing. kFailedPrecondition: it is for another server, or not the next one.
   Status Take(const ReplicateRequest& message);
   bool is_complete() const;
+  // Of the rows that were sent; known once they are complete.
+  Placement placement() const;
   bool has_begun() const;
 
  private:
@@ -55,8 +62,7 @@ class RowGathering {
   // Require mutex_, but for TakeRows.
   Status TakeConfig(std::span<const std::byte> body);
   Status TakeRows(std::span<const std::byte> body);
-  Status TakeUpdates(std::span<const std::byte> body);
-  Status TakeEnd(uint32_t source);
+  Status TakeEnd(uint32_t source, std::span<const std::byte> moved);
 
   store::EmbeddingStore& store_;
   InheritedUpdates& updates_;
@@ -65,6 +71,7 @@ class RowGathering {
   mutable std::mutex mutex_;            // guards what follows, but for what a Source guards
   std::map<uint32_t, Source> sources_;  // by index
   std::set<uint32_t> ended_;
+  Placement placement_;  // as the first source that has ended says
   std::optional<TrainConfig> config_;
   std::shared_ptr<checkpoint::Loader> loader_;  // null: no source has rows yet, or all have ended
 };

@@ -95,6 +95,10 @@ class RowTransfer::Lane {
 StatusOr<std::unique_ptr<RowTransfer>> RowTransfer::Begin(store::EmbeddingStore& store,
                                                           const Options& options) {
   if (options.targets.empty()) return InvalidArgument("there are no servers to send rows to");
+  if (options.targets.size() != options.placement.num_servers()) {
+    return InvalidArgument("rows are placed on ", options.placement.num_servers(),
+                           " servers, and sent to ", options.targets.size());
+  }
   // The snapshot may take long, and all rows may change meanwhile.
   PERSIA_RETURN_IF_ERROR(store.TrackChanges(NumChanges(2 * store.size())));
   std::unique_ptr<RowTransfer> transfer(new RowTransfer(&store, options));
@@ -205,13 +209,12 @@ Status RowTransfer::SendRows(store::StoreSnapshot* rows, double max_processors) 
 }
 
 Status RowTransfer::Add(const store::StoreSnapshot::Batch& batch) {
-  const auto num_targets = static_cast<uint32_t>(lanes_.size());
   Status status;
   uint64_t num_rows = 0;
   const auto add = [&](const store::RowHead& head, const float* values) {
     if (!status.ok()) return;
     ++num_rows;
-    status = lanes_[ServerOf(SignHash(head.sign), num_targets)]->Add(head, values);
+    status = lanes_[options_.placement.ServerOf(SignHash(head.sign))]->Add(head, values);
   };
   batch.read.ForEach(add);
   for (const store::RowRecords& saved : batch.saved) saved.ForEach(add);
@@ -243,20 +246,20 @@ Status RowTransfer::StopFollowing() {
   return failure_;
 }
 
-Status RowTransfer::SendLast(const std::vector<AppliedPart>& updates) {
+Status RowTransfer::SendLast(const std::vector<std::byte>& updates) {
   const auto send = [&]() -> Status {
     PERSIA_RETURN_IF_ERROR(SendChanges(0));
     const auto config = store_.config();
-    const auto keys = std::as_bytes(std::span(updates));
     for (const auto& lane : lanes_) {
       // Again: a learning rate may have changed meanwhile.
       if (config.has_value()) {
         PERSIA_RETURN_IF_ERROR(lane->Send(ReplicateKind::kCopyConfig, config->Encode()));
       }
-      PERSIA_RETURN_IF_ERROR(lane->Send(ReplicateKind::kCopyUpdates, {keys.begin(), keys.end()}));
+      PERSIA_RETURN_IF_ERROR(lane->Send(ReplicateKind::kCopyUpdates, updates));
     }
+    const auto moved = std::as_bytes(options_.placement.moved());
     for (const auto& lane : lanes_) {
-      PERSIA_RETURN_IF_ERROR(lane->Send(ReplicateKind::kCopyEnd, {}));
+      PERSIA_RETURN_IF_ERROR(lane->Send(ReplicateKind::kCopyEnd, {moved.begin(), moved.end()}));
     }
     return Drain();
   };

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -18,9 +19,9 @@
 #include <thread>
 #include <vector>
 
+#include "base/placement.h"
 #include "base/status.h"
 #include "net/channel.h"
-#include "server/inherited_updates.h"
 #include "store/embedding_store.h"
 #include "store/store_snapshot.h"
 
@@ -36,6 +37,7 @@ class RowTransfer {
     uint64_t incarnation = 0;  // of this server
     uint32_t index = 0;        // of this server among the old ones
     std::vector<Target> targets = {};
+    Placement placement;  // of the targets
     // What the copy may take of processors while the store is trained; 0: no limit.
     double max_processors = 0;
     // A target that does not take a piece for so long fails the transfer.
@@ -64,7 +66,7 @@ class RowTransfer {
   Status StopFollowing();
   // The last round, then the config, the keys of updates and the end. Nothing may change the store
   // meanwhile.
-  Status SendLast(const std::vector<AppliedPart>& updates);
+  Status SendLast(const std::vector<std::byte>& updates);
 
  private:
   class Lane;

@@ -34,12 +34,22 @@ struct Part {
   SignBlocks view() const { return {blocks, signs}; }
 };
 
+// One third of the virtual shards on other servers than by default.
+Placement Moved(uint32_t num_servers, uint32_t by) {
+  std::vector<MovedShard> moved;
+  for (uint32_t shard = 0; shard < kNumVirtualShards; shard += 3) {
+    moved.push_back(
+        {static_cast<uint16_t>(shard), static_cast<uint16_t>((shard + by) % num_servers)});
+  }
+  return Placement::Create(num_servers, 0, moved).value();
+}
+
 // The signs of a step, by server.
-std::vector<Part> PartsOf(uint64_t step, uint32_t num_servers) {
-  std::vector<Part> parts(num_servers);
+std::vector<Part> PartsOf(uint64_t step, const Placement& placement) {
+  std::vector<Part> parts(placement.num_servers());
   for (uint64_t i = 0; i < 24; ++i) {
     const uint64_t sign = (step * 37 + i * 13) % kNumSigns;
-    Part& part = parts[ServerOf(SignHash(sign), num_servers)];
+    Part& part = parts[placement.ServerOf(SignHash(sign))];
     part.signs.push_back(sign);
     for (uint32_t k = 0; k < kRowDim; ++k) {
       part.gradients.push_back(0.01f * static_cast<float>((sign + step + k) % 7) - 0.02f);
@@ -60,11 +70,11 @@ TrainConfig Adam(uint32_t admit_after = 1) {
 // Servers of one generation, and connections to them.
 class Fleet {
  public:
-  explicit Fleet(uint32_t num_servers, uint32_t num_sources = 0) {
-    for (uint32_t i = 0; i < num_servers; ++i) {
+  explicit Fleet(const Placement& of_servers, uint32_t num_sources = 0) : placement(of_servers) {
+    for (uint32_t i = 0; i < placement.num_servers(); ++i) {
       ParameterServer::Options options;
       options.replica_index = i;
-      options.replica_size = num_servers;
+      options.replica_size = placement.num_servers();
       options.store = {.capacity = 10'000, .num_internal_shards = 2};
       options.rpc.num_handler_threads = 4;
       options.num_sources = num_sources;
@@ -87,7 +97,7 @@ class Fleet {
   }
   // False: a server did not answer, because the channels were closed.
   bool Train(uint64_t step) {
-    const std::vector<Part> parts = PartsOf(step, size());
+    const std::vector<Part> parts = PartsOf(step, placement);
     for (uint32_t i = 0; i < size(); ++i) {
       if (!net::Call(*channels[i], kLookupRows, {true, parts[i].view()}, Soon()).ok()) return false;
     }
@@ -98,7 +108,7 @@ class Fleet {
   }
   Status BeginTransfer(const Fleet& next) {
     // Far above that of a test: none may wait for it.
-    RowTransfer::Options options{.deadline = std::chrono::hours(1)};
+    RowTransfer::Options options{.placement = next.placement, .deadline = std::chrono::hours(1)};
     for (uint32_t i = 0; i < next.size(); ++i) {
       options.targets.push_back({next.addresses[i], next.servers[i]->incarnation()});
     }
@@ -124,6 +134,7 @@ class Fleet {
     for (const auto& server : servers) {
       const Status status = server->Serve();
       ASSERT_TRUE(status.ok()) << status.ToString();
+      EXPECT_EQ(server->placement(), placement);
     }
   }
   void CloseChannels() const {
@@ -139,12 +150,13 @@ class Fleet {
       const std::vector<uint64_t> signs = {sign};
       const std::vector<SignBlock> blocks = {{kRowDim, 1}};
       auto found =
-          servers[ServerOf(SignHash(sign), size())]->Lookup({false, {blocks, signs}}).value();
+          servers[placement.ServerOf(SignHash(sign))]->Lookup({false, {blocks, signs}}).value();
       rows.insert(rows.end(), found.rows.begin(), found.rows.end());
     }
     return rows;
   }
 
+  const Placement placement;
   std::vector<std::unique_ptr<ParameterServer>> servers;
   std::vector<std::string> addresses;
   std::vector<std::unique_ptr<net::Channel>> channels;
@@ -157,9 +169,9 @@ std::vector<float> Expected(uint64_t num_steps) {
   return one.Rows();
 }
 
-// From one number of servers to another, with an interrupted update wherever it happens to be.
-void ResizeUnderLoad(const std::vector<uint32_t>& sizes) {
-  auto fleet = std::make_shared<Fleet>(sizes[0]);
+// From some servers to others, with an interrupted update wherever it happens to be.
+void ResizeUnderLoad(const std::vector<Placement>& placements) {
+  auto fleet = std::make_shared<Fleet>(placements[0]);
   fleet->Configure();
   std::mutex mutex;  // of `fleet`
   std::atomic<bool> is_over = false;
@@ -177,9 +189,9 @@ void ResizeUnderLoad(const std::vector<uint32_t>& sizes) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });
-  for (size_t i = 1; i < sizes.size(); ++i) {
-    const auto next = std::make_shared<Fleet>(sizes[i], sizes[i - 1]);
+  for (size_t i = 1; i < placements.size(); ++i) {
     const auto before = fleet;
+    const auto next = std::make_shared<Fleet>(placements[i], before->size());
     ASSERT_TRUE(before->BeginTransfer(*next).ok());
     before->AwaitFollowing();
     before->HandOver();
@@ -198,24 +210,29 @@ void ResizeUnderLoad(const std::vector<uint32_t>& sizes) {
 TEST(RowTransferTest, GivesTheBitsOfOneServerOutwards) { ResizeUnderLoad({2, 3, 5}); }
 TEST(RowTransferTest, GivesTheBitsOfOneServerInwards) { ResizeUnderLoad({3, 2, 1, 2}); }
 
-TEST(RowTransferTest, AnUpdateThatOneServerHadAppliedIsCompletedAndNotRepeated) {
-  Fleet before(2);
+TEST(RowTransferTest, GivesTheBitsOfOneServerWhereShardsAreMoved) {
+  ResizeUnderLoad({2, Moved(2, 1), Moved(2, 2), Moved(3, 0), 3});
+}
+
+// From servers of one placement to those of another, and to a third one.
+void CompleteAnUpdate(const Placement& first, const Placement& second, const Placement& third) {
+  Fleet before(first);
   before.Configure();
   for (uint64_t step = 1; step <= 20; ++step) ASSERT_TRUE(before.Train(step));
   // Of step 21, server 1 applies its part, and server 0 never hears.
-  const std::vector<Part> parts = PartsOf(21, 2);
+  const std::vector<Part> parts = PartsOf(21, first);
   for (uint32_t i = 0; i < 2; ++i) {
     ASSERT_TRUE(net::Call(*before.channels[i], kLookupRows, {true, parts[i].view()}, Soon()).ok());
   }
   ASSERT_FALSE(parts[0].signs.empty() || parts[1].signs.empty());
   ASSERT_TRUE(before.Update(1, parts[1], 21).ok());
-  Fleet middle(3, 2);
+  Fleet middle(second, 2);
   ASSERT_TRUE(before.BeginTransfer(middle).ok());
   before.AwaitFollowing();
   before.HandOver();
   middle.Serve();
   // Repeated only two generations later, and then twice.
-  Fleet last(5, 3);
+  Fleet last(third, middle.size());
   ASSERT_TRUE(middle.BeginTransfer(last).ok());
   middle.AwaitFollowing();
   middle.HandOver();
@@ -225,13 +242,21 @@ TEST(RowTransferTest, AnUpdateThatOneServerHadAppliedIsCompletedAndNotRepeated) 
   EXPECT_EQ(last.Rows(), Expected(21));
 }
 
+TEST(RowTransferTest, AnUpdateThatOneServerHadAppliedIsCompletedAndNotRepeated) {
+  CompleteAnUpdate(2, 3, 5);
+}
+TEST(RowTransferTest, AnUpdateIsCompletedAndNotRepeatedWhereShardsAreMoved) {
+  CompleteAnUpdate(2, Moved(2, 1), Moved(2, 2));
+  CompleteAnUpdate(Moved(2, 0), 2, Moved(3, 1));
+}
+
 TEST(RowTransferTest, FailsWhereANewServerEnds) {
   Fleet before(2);
   before.Configure();
   for (uint64_t step = 1; step <= 20; ++step) ASSERT_TRUE(before.Train(step));
   Fleet next(3, 2);
   EXPECT_EQ(next.servers[0]->Serve().code(), StatusCode::kFailedPrecondition);
-  RowTransfer::Options options{.deadline = std::chrono::milliseconds(200)};
+  RowTransfer::Options options{.placement = 3, .deadline = std::chrono::milliseconds(200)};
   for (uint32_t i = 0; i < 3; ++i) options.targets.push_back({next.addresses[i], 7});
   // Pieces for others than these servers: as if they had been started again.
   ASSERT_TRUE(before.servers[0]->BeginTransfer(options).ok());
@@ -263,6 +288,40 @@ TEST(RowTransferTest, PiecesAreTakenOnceAndInTurn) {
   EXPECT_EQ(next.servers[0]->Serve().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(send(0, 1, 9, ReplicateKind::kCopyEnd), StatusCode::kOk);
   EXPECT_TRUE(next.servers[0]->Serve().ok());
+}
+
+TEST(RowTransferTest, SourcesThatDoNotAgreeOnThePlacementFail) {
+  Fleet before(2), next(2, 2);
+  before.Configure();
+  // Of other servers than the targets.
+  RowTransfer::Options options{.placement = 3, .deadline = std::chrono::hours(1)};
+  for (uint32_t i = 0; i < 2; ++i) {
+    options.targets.push_back({next.addresses[i], next.servers[i]->incarnation()});
+  }
+  EXPECT_EQ(before.servers[0]->BeginTransfer(options).code(), StatusCode::kInvalidArgument);
+  options.placement = Moved(2, 1);
+  ASSERT_TRUE(before.servers[0]->BeginTransfer(options).ok());
+  options.placement = Moved(2, 2);
+  ASSERT_TRUE(before.servers[1]->BeginTransfer(options).ok());
+  before.AwaitFollowing();
+  ASSERT_TRUE(before.servers[0]->HandOver().ok());
+  const Status refused = before.servers[1]->HandOver();
+  EXPECT_NE(refused.message().find("placed its rows otherwise"), std::string::npos)
+      << refused.ToString();
+  EXPECT_FALSE(next.servers[0]->Serve().ok());
+}
+
+TEST(RowTransferTest, AServerCountsTheRowsThatItLooksUpByVirtualShard) {
+  Fleet fleet(1);
+  fleet.Configure();
+  const std::vector<uint64_t> signs = {5, 6, 7};
+  const std::vector<SignBlock> blocks = {{kRowDim, 3}};
+  for (int i = 0; i < 170; ++i) {
+    ASSERT_TRUE(fleet.servers[0]->Lookup({true, {blocks, signs}}).ok());
+  }
+  std::vector<uint64_t> expected(kNumVirtualShards);
+  for (const uint64_t sign : signs) expected[VirtualShard(SignHash(sign))] += 10;  // of 17 one
+  EXPECT_EQ(fleet.servers[0]->shard_loads(), expected);
 }
 
 TEST(RowTransferTest, TheOldServersAnswerAgainWhereTheNewOnesAreGivenUp) {

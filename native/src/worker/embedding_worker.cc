@@ -66,12 +66,12 @@ ReturnReport MakeReport(std::span<const UpdateResult> results,
   return report;
 }
 
-// Routes the batch to so many servers, if it is routed to another number of them. What was looked
-// up at those of before dates nothing.
-void RouteTo(uint32_t num_servers, Batch* batch) {
-  if (batch->plan->requests.size() == num_servers) return;
-  Reroute(num_servers, &*batch->plan);
-  for (SlotsLookup& lookup : batch->lookups) lookup.stamps.assign(num_servers, {});
+// Routes the batch by the placement of the present servers. What was looked up at those of before
+// dates nothing.
+void RouteTo(const Placement& placement, Batch* batch) {
+  if (batch->plan->placement == placement) return;
+  Reroute(placement, &*batch->plan);
+  for (SlotsLookup& lookup : batch->lookups) lookup.stamps.assign(placement.num_servers(), {});
 }
 
 // What is really sent: signs of slots without a usable gradient are left out.
@@ -86,7 +86,7 @@ uint64_t CountSigns(std::span<const ServerBlocks> requests) {
 StatusOr<std::unique_ptr<EmbeddingWorker>> EmbeddingWorker::Create(
     WorkerOptions options, std::shared_ptr<RowService> rows) {
   // Routing divides by it.
-  if (rows->num_servers() == 0) {
+  if (rows->placement().num_servers() == 0) {
     return InvalidArgument(
         "num_servers is 0; an embedding worker needs at least 1 parameter server");
   }
@@ -109,11 +109,11 @@ EmbeddingWorker::EmbeddingWorker(const WorkerOptions& options, SlotTable slots,
               .expiry = options.buffered_data_expired}) {}
 
 template <typename Call>
-auto EmbeddingWorker::ForPresentServers(Call call) -> decltype(call(0u)) {
+auto EmbeddingWorker::ForPresentServers(Call call) -> decltype(call(Placement())) {
   for (;;) {
-    const uint32_t num_servers = rows_->num_servers();
-    auto result = call(num_servers);
-    if (result.ok() || rows_->num_servers() == num_servers) return result;
+    const Placement placement = rows_->placement();
+    auto result = call(placement);
+    if (result.ok() || rows_->placement() == placement) return result;
   }
 }
 
@@ -140,8 +140,8 @@ auto EmbeddingWorker::WithConfiguration(Deadline deadline, Call call) -> decltyp
 Status EmbeddingWorker::Configure(const TrainConfig& config, bool replace, Deadline deadline) {
   const TrainConfig full = slots_.WithGroups(config);
   PERSIA_RETURN_IF_ERROR(full.Validate());
-  PERSIA_RETURN_IF_ERROR(
-      ForPresentServers([&](uint32_t) { return rows_->Configure(full, replace, deadline); }));
+  PERSIA_RETURN_IF_ERROR(ForPresentServers(
+      [&](const Placement&) { return rows_->Configure(full, replace, deadline); }));
   // The update of a rank that has died must not change the rows that its successor loads.
   PERSIA_RETURN_IF_ERROR(table_.AwaitRequests(deadline));
   const std::lock_guard lock(config_mutex_);
@@ -209,7 +209,7 @@ void EmbeddingWorker::Plan(Batch& batch) {
   if (batch.plan.has_value()) return;
   const Timed timed(preprocess_times_, batch.counter);
   thread_local LookupPlanner planner;  // keeps its tables from batch to batch
-  batch.plan = planner.Make(*batch.features, slots_, rows_->num_servers(), &slot_counters_);
+  batch.plan = planner.Make(*batch.features, slots_, rows_->placement(), &slot_counters_);
   batch.features.reset();
 }
 
@@ -219,7 +219,7 @@ void EmbeddingWorker::SendPrefetchHints() {
   const TracedBatch other(TracedBatch::kNone);  // not of the batch whose call this is
   while (auto guard = table_.NextToPrefetch(kBatchesAhead)) {
     Plan(**guard);
-    const HintReport report = rows_->Prefetch((*guard)->plan->requests);
+    const HintReport report = rows_->Prefetch((*guard)->plan->placement, (*guard)->plan->requests);
     num_hinted_.Add(report.num_signs);
     num_hints_dropped_.Add(report.num_dropped);
   }
@@ -272,12 +272,12 @@ StatusOr<WholeRows> EmbeddingWorker::LookupWholeHeld(Batch& batch,
   const auto is_wanted = [&](const PlannedGroup& group, uint32_t number) {
     return Includes(request.slots, group.mode) && request.Wants(number);
   };
-  const auto look_up = [&](uint32_t num_servers) {
-    RouteTo(num_servers, &batch);
+  const auto look_up = [&](const Placement& placement) {
+    RouteTo(placement, &batch);
     const std::vector<ServerBlocks> wanted = SelectRequests(*batch.plan, is_wanted);
     return WithConfiguration(deadline, [&] {
       const Timed timed(rpc_times_, batch.counter);
-      return rows_->LookupWhole(wanted, deadline);
+      return rows_->LookupWhole(placement, wanted, deadline);
     });
   };
   PERSIA_ASSIGN_OR_RETURN(std::vector<ServerRows> answers, ForPresentServers(look_up));
@@ -285,6 +285,7 @@ StatusOr<WholeRows> EmbeddingWorker::LookupWholeHeld(Batch& batch,
   NoteLookup(request.slots, answers, &batch.lookups);
   WholeRows rows;
   rows.key = {incarnation_, batch.counter};
+  rows.placement = batch.plan->placement;
   for (ServerRows& answer : answers) {
     rows.incarnations.push_back(answer.stamp.incarnation);
     rows.rows.push_back(answer.rows);
@@ -295,15 +296,15 @@ StatusOr<WholeRows> EmbeddingWorker::LookupWholeHeld(Batch& batch,
 
 StatusOr<std::vector<ServerRows>> EmbeddingWorker::LookupRows(Batch& batch, bool requires_grad,
                                                               Deadline deadline, SlotMask slots) {
-  return ForPresentServers([&](uint32_t num_servers) {
-    RouteTo(num_servers, &batch);
+  return ForPresentServers([&](const Placement& placement) {
+    RouteTo(placement, &batch);
     // Usually all slots are looked up at once, and the plan's requests are sent as they are.
     std::vector<ServerBlocks> some;
     if (slots != kAllSlots) some = SelectRequests(*batch.plan, SignsOfSlots{slots});
     return WithConfiguration(deadline, [&] {
       const Timed timed(rpc_times_, batch.counter);
-      return rows_->Lookup(slots == kAllSlots ? batch.plan->requests : some, requires_grad,
-                           deadline);
+      return rows_->Lookup(placement, slots == kAllSlots ? batch.plan->requests : some,
+                           requires_grad, deadline);
     });
   });
 }
@@ -374,8 +375,8 @@ StatusOr<ReturnReport> EmbeddingWorker::ReturnHeld(Batch& batch, float scale,
   };
   ReducedGradients reduced;
   uint64_t num_sent = 0;
-  const auto update = [&](uint32_t num_servers) -> StatusOr<std::vector<UpdateResult>> {
-    RouteTo(num_servers, &batch);
+  const auto update = [&](const Placement& placement) -> StatusOr<std::vector<UpdateResult>> {
+    RouteTo(placement, &batch);
     PERSIA_ASSIGN_OR_RETURN(reduced, reduce());
     PERSIA_RETURN_IF_ERROR(table_.WaitReturned(after, deadline));
     num_sent = CountSigns(reduced.requests);
@@ -406,7 +407,7 @@ StatusOr<std::vector<UpdateResult>> EmbeddingWorker::Update(const Batch& batch,
   }
   return WithConfiguration(deadline, [&] {
     const Timed timed(update_rpc_times_, batch.counter);
-    return rows_->Update(updates, deadline);
+    return rows_->Update(batch.plan->placement, updates, deadline);
   });
 }
 
@@ -449,13 +450,14 @@ Status EmbeddingWorker::SetEmbeddings(const SignBlocks& blocks, std::span<const 
                            " floats were passed with ", blocks.signs.size(), " signs and ",
                            rows.size(), " floats");
   }
-  return ForPresentServers([&](uint32_t num_servers) {
-    const RoutedRows routed = RouteRows(blocks, rows.data(), num_servers);
+  return ForPresentServers([&](const Placement& placement) {
+    const RoutedRows routed = RouteRows(blocks, rows.data(), placement);
     std::vector<SetRowsRequest> requests;
     for (size_t server = 0; server < routed.rows.size(); ++server) {
       requests.push_back({routed.requests[server].view(), routed.rows[server]});
     }
-    return WithConfiguration(deadline, [&] { return rows_->SetRows(requests, deadline); });
+    return WithConfiguration(deadline,
+                             [&] { return rows_->SetRows(placement, requests, deadline); });
   });
 }
 

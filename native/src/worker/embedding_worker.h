@@ -152,9 +152,9 @@ class EmbeddingWorker {
                                     uint64_t after);
   StatusOr<std::vector<UpdateResult>> Update(const Batch& batch, const ReducedGradients& reduced,
                                              Deadline deadline);
-  // Runs `call(number of servers)`, and again where that number has changed meanwhile.
+  // Runs `call(placement)`, and again where the servers were replaced meanwhile.
   template <typename Call>
-  auto ForPresentServers(Call call) -> decltype(call(0u));
+  auto ForPresentServers(Call call) -> decltype(call(Placement()));
   // `num_sent`: signs that servers were sent. Called once for a batch, after the servers have
   // applied its update.
   void Count(const Batch& batch, const ReducedGradients& reduced, uint64_t num_sent);

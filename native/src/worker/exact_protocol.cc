@@ -46,6 +46,13 @@ Segments WholeRows::Encode() && {
   Segments segments;
   segments.AddOwned(head.Release());
   for (const std::span<const float> of_server : rows) segments.AddArray(of_server);
+  if (placement.generation() > 0) {
+    ByteWriter tail;
+    tail.Put(placement.generation());
+    tail.Put(uint64_t{placement.moved().size()});
+    tail.PutArray(placement.moved());
+    segments.AddOwned(tail.Release());
+  }
   // The rows are sent from here, after the handler has returned.
   segments.owned.push_back(std::make_shared<const std::vector<Buffer>>(std::move(storage)));
   return segments;
@@ -66,10 +73,17 @@ StatusOr<WholeRows> WholeRows::Decode(Buffer body) {
     answer.incarnations.push_back(head.incarnation);
     answer.rows.push_back(reader.GetArray<float>(head.num_floats));
   }
-  if (!reader.ok() || reader.remaining() != 0) {
+  const bool has_placement = reader.ok() && reader.remaining() > 0;
+  const auto generation = has_placement ? reader.Get<uint64_t>() : 0;
+  const auto num_moved = has_placement ? reader.Get<uint64_t>() : 0;
+  const auto moved = reader.GetArray<MovedShard>(num_moved);
+  // Servers are numbered with 16 bits in a plan.
+  if (!reader.ok() || reader.remaining() != 0 || num_servers > UINT16_MAX) {
     return Corruption("its ", body.size(), " bytes do not have the rows of ", num_servers,
                       " servers");
   }
+  PERSIA_ASSIGN_OR_RETURN(answer.placement,
+                          Placement::Create(static_cast<uint32_t>(num_servers), generation, moved));
   answer.storage.push_back(std::move(body));  // its bytes stay where they are
   return answer;
 }

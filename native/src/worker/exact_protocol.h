@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "base/placement.h"
 #include "worker/worker_protocol.h"
 
 namespace persia::worker {
@@ -40,6 +41,7 @@ struct WholeRows {
   std::vector<uint64_t> incarnations;        // of each server's rows
   std::vector<std::span<const float>> rows;  // by server, in `storage`
   std::vector<Buffer> storage;
+  Placement placement;  // that tells which server each row is of
 
   Segments Encode() &&;
   static StatusOr<WholeRows> Decode(Buffer body);

@@ -23,7 +23,7 @@ class FakeRows : public RowService {
     for (uint32_t i = 0; i < num_servers; ++i) servers_[i].incarnation = 100 + i;
   }
 
-  uint32_t num_servers() const override { return static_cast<uint32_t>(servers_.size()); }
+  Placement placement() const override { return static_cast<uint32_t>(servers_.size()); }
 
   Status Configure(const TrainConfig& config, bool replace, Deadline) override {
     const std::lock_guard lock(mutex_);
@@ -37,8 +37,8 @@ class FakeRows : public RowService {
     return Status::Ok();
   }
 
-  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
-                                           Deadline) override {
+  StatusOr<std::vector<ServerRows>> Lookup(const Placement&, std::span<const ServerBlocks> requests,
+                                           bool train, Deadline) override {
     if (before_lookup) before_lookup();
     const std::lock_guard lock(mutex_);
     std::vector<ServerRows> answers(servers_.size());
@@ -50,7 +50,8 @@ class FakeRows : public RowService {
     return answers;
   }
 
-  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> updates,
+  StatusOr<std::vector<UpdateResult>> Update(const Placement&,
+                                             std::span<const UpdateRowsRequest> updates,
                                              Deadline) override {
     const std::lock_guard lock(mutex_);
     std::vector<UpdateResult> results(servers_.size());
@@ -66,7 +67,7 @@ class FakeRows : public RowService {
     return results;
   }
 
-  Status SetRows(std::span<const SetRowsRequest> requests, Deadline) override {
+  Status SetRows(const Placement&, std::span<const SetRowsRequest> requests, Deadline) override {
     const std::lock_guard lock(mutex_);
     for (size_t i = 0; i < servers_.size(); ++i) {
       if (requests[i].blocks.signs.empty()) continue;
@@ -103,7 +104,7 @@ class FakeRows : public RowService {
   // Empty: there is no such row.
   std::vector<float> Row(uint64_t sign) {
     const std::lock_guard lock(mutex_);
-    const auto& rows = servers_[ServerOf(SignHash(sign), num_servers())].rows;
+    const auto& rows = servers_[placement().ServerOf(SignHash(sign))].rows;
     const auto found = rows.find(sign);
     return found == rows.end() ? std::vector<float>() : found->second;
   }

@@ -143,7 +143,9 @@ Bags PlannedFeature::bags() const {
   return bags;
 }
 
-void Reroute(uint32_t num_servers, LookupPlan* plan) {
+void Reroute(const Placement& placement, LookupPlan* plan) {
+  const uint32_t num_servers = placement.num_servers();
+  plan->placement = placement;
   const std::vector<ServerBlocks> before = std::exchange(plan->requests, {});
   plan->requests.resize(num_servers);
   std::vector<size_t> next(before.size(), 0);
@@ -153,7 +155,7 @@ void Reroute(uint32_t num_servers, LookupPlan* plan) {
     for (uint32_t i = 0; i < group.num_signs; ++i, ++number) {
       uint16_t& server = plan->server_of[number];
       const uint64_t sign = before[server].signs[next[server]++];
-      server = static_cast<uint16_t>(ServerOf(SignHash(sign), num_servers));
+      server = static_cast<uint16_t>(placement.ServerOf(SignHash(sign)));
       plan->requests[server].signs.push_back(sign);
       ++num_routed[server];
     }
@@ -167,10 +169,11 @@ void Reroute(uint32_t num_servers, LookupPlan* plan) {
 // Group after group, for the numbers of a group must follow one another: deduplication has one
 // table that is cleared between groups and so stays small.
 LookupPlan LookupPlanner::Make(const FeatureBatch& batch, const SlotTable& slots,
-                               uint32_t num_servers, SlotCounters* counters) {
+                               const Placement& placement, SlotCounters* counters) {
   LookupPlan plan;
+  plan.placement = placement;
   plan.batch_size = batch.batch_size();
-  plan.requests.resize(num_servers);
+  plan.requests.resize(placement.num_servers());
   plan.features.resize(batch.features().size());
   std::vector<bool> planned(plan.features.size(), false);
   for (size_t first = 0; first < planned.size(); ++first) {
@@ -255,7 +258,7 @@ void LookupPlanner::RouteGroup(const SlotConfig& leader, uint32_t num_features, 
                           plan->num_signs(), num_features});
   plan->server_of.reserve(plan->server_of.size() + signs.size());
   for (const uint64_t sign : signs) {
-    const uint32_t server = num_servers == 1 ? 0 : ServerOf(SignHash(sign), num_servers);
+    const uint32_t server = num_servers == 1 ? 0 : plan->placement.ServerOf(SignHash(sign));
     plan->server_of.push_back(static_cast<uint16_t>(server));
     plan->requests[server].signs.push_back(sign);
     ++num_routed_[server];

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/placement.h"
 #include "base/status.h"
 #include "worker/bags.h"
 #include "worker/row_service.h"
@@ -92,7 +93,7 @@ struct PlannedGroup {
 };
 
 // Kept from the lookup to the return of the gradients: the same numbers index rows and sums.
-// Nothing in it refers to a server's memory, so it survives a change of the number of servers
+// Nothing in it refers to a server's memory, so it survives a change of the servers
 // (Reroute) and a repeated request. It belongs to the holder of the batch's guard (batch_table.h);
 // a rank with consistency="exact" makes the same plan of the same batch, for one server.
 struct LookupPlan {
@@ -102,14 +103,15 @@ struct LookupPlan {
   std::vector<uint16_t> server_of;       // by sign number
   std::vector<ServerBlocks> requests;    // by server; a block for each group that has signs there
   uint64_t num_ids = 0;
+  Placement placement;  // that the signs are routed by
 
   uint32_t num_signs() const { return static_cast<uint32_t>(server_of.size()); }
 };
 
-// Routes the plan's signs to another number of servers. Their numbers stay.
+// Routes the plan's signs to other servers. Their numbers stay.
 // For batches in flight while a job is resized: rows and gradients of the batch are indexed by the
 // numbers, and must find the same signs afterwards.
-void Reroute(uint32_t num_servers, LookupPlan* plan);
+void Reroute(const Placement& placement, LookupPlan* plan);
 
 // Makes plans; keeps its memory from one to the next. Not thread-safe.
 // One for each thread that plans (thread_local in EmbeddingWorker::Plan), as its tables reach the
@@ -117,7 +119,7 @@ void Reroute(uint32_t num_servers, LookupPlan* plan);
 class LookupPlanner {
  public:
   // `counters` of the same slots, where the batch is to be counted.
-  LookupPlan Make(const FeatureBatch& batch, const SlotTable& slots, uint32_t num_servers,
+  LookupPlan Make(const FeatureBatch& batch, const SlotTable& slots, const Placement& placement,
                   SlotCounters* counters = nullptr);
 
  private:

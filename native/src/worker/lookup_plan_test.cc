@@ -147,7 +147,7 @@ void CheckRequests(const LookupPlan& plan) {
     EXPECT_EQ(num_signs, request.signs.size());
     for (const uint64_t sign : request.signs) {
       EXPECT_TRUE(all.insert(sign).second) << "asked for twice";
-      EXPECT_EQ(ServerOf(SignHash(sign), static_cast<uint32_t>(plan.requests.size())), server);
+      EXPECT_EQ(plan.placement.ServerOf(SignHash(sign)), server);
     }
   }
   EXPECT_EQ(all.size(), plan.num_signs());
@@ -187,15 +187,24 @@ TEST(LookupPlanTest, RandomBatchesAreCompleteAndConsistent) {
   }
 }
 
-TEST(LookupPlanTest, ReroutedIsThePlanForTheOtherNumberOfServers) {
+// All virtual shards of odd numbers are on server 0.
+Placement Odd(uint32_t num_servers) {
+  std::vector<MovedShard> moved;
+  for (uint16_t shard = 1; shard < kNumVirtualShards; shard += 2) moved.push_back({shard, 0});
+  return Placement::Create(num_servers, 1, moved).value();
+}
+
+TEST(LookupPlanTest, ReroutedIsThePlanForTheOtherServers) {
   const SlotTable slots = MakeSlots(MixedSlots());
   std::mt19937 rng(29);
   for (int i = 0; i < 20; ++i) {
     const TestBatch random = RandomBatch(rng, 30);
     LookupPlan plan = LookupPlanner().Make(MakeBatch(random, slots), slots, 2);
-    for (const uint32_t num_servers : {3u, 5u, 2u, 1u, 4u}) {
-      Reroute(num_servers, &plan);
-      const LookupPlan wanted = LookupPlanner().Make(MakeBatch(random, slots), slots, num_servers);
+    for (const Placement& placement : std::vector<Placement>{3, 5, 2, Odd(2), 1, 4, Odd(4)}) {
+      Reroute(placement, &plan);
+      const uint32_t num_servers = placement.num_servers();
+      const LookupPlan wanted = LookupPlanner().Make(MakeBatch(random, slots), slots, placement);
+      EXPECT_EQ(plan.placement, placement);
       ASSERT_EQ(plan.requests.size(), num_servers);
       EXPECT_EQ(plan.server_of, wanted.server_of);
       for (uint32_t server = 0; server < num_servers; ++server) {

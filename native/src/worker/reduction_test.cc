@@ -101,6 +101,7 @@ class Scenario {
 
 GradientBySign BySign(const ReducedGradients& reduced) {
   GradientBySign gradients;
+  const Placement placement(static_cast<uint32_t>(reduced.requests.size()));
   for (size_t server = 0; server < reduced.requests.size(); ++server) {
     const ServerBlocks& request = reduced.requests[server];
     EXPECT_EQ(reduced.gradients[server].size(), request.num_floats());
@@ -109,7 +110,7 @@ GradientBySign BySign(const ReducedGradients& reduced) {
     for (const auto& block : request.blocks) {
       for (uint32_t i = 0; i < block.num_signs; ++i, next += block.dim) {
         const uint64_t key = request.signs[sign++];
-        EXPECT_EQ(ServerOf(SignHash(key), static_cast<uint32_t>(reduced.requests.size())), server);
+        EXPECT_EQ(placement.ServerOf(SignHash(key)), server);
         EXPECT_TRUE(gradients.emplace(key, std::vector<float>(next, next + block.dim)).second);
       }
     }

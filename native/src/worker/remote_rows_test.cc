@@ -59,7 +59,8 @@ class RemoteRowsTest : public ::testing::Test {
     }
     auto port = servers_[index]->Start();
     ASSERT_TRUE(port.ok()) << port.status().ToString();
-    ASSERT_TRUE(rows_.SetServer(index, net::testing::Loopback(*port)).ok());
+    addresses_[index] = net::testing::Loopback(*port);
+    ASSERT_TRUE(rows_.SetServer(index, addresses_[index]).ok());
   }
   void AnswerAll(const Answer& answer) { answers_.fill(answer); }
 
@@ -73,6 +74,7 @@ class RemoteRowsTest : public ::testing::Test {
 
   std::array<Answer, kNumServers> answers_;
   std::array<std::atomic<int>, kNumServers> num_calls_{};
+  std::array<std::string, kNumServers> addresses_;
   RemoteRows rows_{kNumServers};
   std::array<std::unique_ptr<net::Server>, kNumServers> servers_;
 };
@@ -81,7 +83,7 @@ TEST_F(RemoteRowsTest, LookupPutsEachAnswerAtItsServer) {
   for (uint32_t i = 0; i < kNumServers; ++i) {
     answers_[i] = [i](const Buffer&) { return Rows(100 + i, 2, static_cast<float>(i)); };
   }
-  auto rows = rows_.Lookup(requests_, true, Soon());
+  auto rows = rows_.Lookup(kNumServers, requests_, true, Soon());
   ASSERT_TRUE(rows.ok()) << rows.status().ToString();
   ASSERT_EQ(rows->size(), kNumServers);
   const ServerRows& last = rows.value()[2];
@@ -91,15 +93,32 @@ TEST_F(RemoteRowsTest, LookupPutsEachAnswerAtItsServer) {
   EXPECT_TRUE(rows.value()[1].rows.empty());
 }
 
+// As many servers, but with other rows: what is routed by the placement of before fails.
+TEST_F(RemoteRowsTest, RefusesWhatIsRoutedByTheServersOfBefore) {
+  AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
+  const std::vector<MovedShard> moved = {{5, 1}};
+  const Placement placement = Placement::Create(kNumServers, 1, moved).value();
+  rows_.ReplaceServers(placement, addresses_);
+  EXPECT_EQ(rows_.placement(), placement);
+  EXPECT_EQ(rows_.Lookup(kNumServers, requests_, true, Soon()).status().code(),
+            StatusCode::kUnavailable);
+  EXPECT_TRUE(rows_.Lookup(placement, requests_, true, Soon()).ok());
+  // Another generation of the same placement.
+  EXPECT_EQ(rows_.Lookup(Placement::Create(kNumServers, 2, moved).value(), requests_, true, Soon())
+                .status()
+                .code(),
+            StatusCode::kUnavailable);
+}
+
 TEST_F(RemoteRowsTest, AServerWithoutSignsIsNotCalled) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
-  ASSERT_TRUE(rows_.Lookup(requests_, false, Soon()).ok());
+  ASSERT_TRUE(rows_.Lookup(kNumServers, requests_, false, Soon()).ok());
   AnswerAll([](const Buffer&) { return Bytes(sizeof(UpdateResult)); });
-  ASSERT_TRUE(rows_.Update(updates_, Soon()).ok());
+  ASSERT_TRUE(rows_.Update(kNumServers, updates_, Soon()).ok());
   AnswerAll([](const Buffer&) { return Bytes(0); });
   const std::vector<SetRowsRequest> sets = {
       {requests_[0].view(), gradients_}, {}, {requests_[2].view(), gradients_}};
-  ASSERT_TRUE(rows_.SetRows(sets, Soon()).ok());
+  ASSERT_TRUE(rows_.SetRows(kNumServers, sets, Soon()).ok());
   EXPECT_EQ(num_calls_[0], 3);
   EXPECT_EQ(num_calls_[1], 0);
   EXPECT_EQ(num_calls_[2], 3);
@@ -121,7 +140,7 @@ TEST_F(RemoteRowsTest, OnlyServersThatWantToAreToldOfLookupsToCome) {
     ASSERT_LT(std::chrono::steady_clock::now(), deadline);
     std::this_thread::yield();
   }
-  const HintReport report = rows_.Prefetch(requests_);
+  const HintReport report = rows_.Prefetch(kNumServers, requests_);
   EXPECT_EQ(report.num_signs, 1u);
   EXPECT_EQ(report.num_dropped, 0u);
   while (num_signs_ == 0) {
@@ -150,7 +169,7 @@ TEST_F(RemoteRowsTest, WhatAServerDoesNotTakeInIsDropped) {
   uint64_t num_dropped = 0;
   while (num_dropped == 0 && std::chrono::steady_clock::now() < deadline) {
     // Nothing until server 0 has said that it wants it.
-    num_dropped = rows_.Prefetch(one).num_dropped;
+    num_dropped = rows_.Prefetch(kNumServers, one).num_dropped;
   }
   EXPECT_EQ(num_dropped, 1u);
   may_go_on.set_value();
@@ -163,7 +182,7 @@ TEST_F(RemoteRowsTest, UpdatesAreSentWholeAndAnsweredByServer) {
     return EncodeMessage(UpdateResult{update->lookup.incarnation, update->blocks.signs.size(),
                                       update->key.reference});
   });
-  auto results = rows_.Update(updates_, Soon());
+  auto results = rows_.Update(kNumServers, updates_, Soon());
   ASSERT_TRUE(results.ok()) << results.status().ToString();
   ASSERT_EQ(results->size(), kNumServers);
   EXPECT_EQ(results.value()[0].staleness, 1u);
@@ -179,7 +198,7 @@ TEST_F(RemoteRowsTest, ALookupsReplyHasTheRowsThatWereAskedFor) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
   for (const size_t num_floats : {0u, 1u, 3u}) {
     answers_[2] = [num_floats](const Buffer&) { return Rows(1, num_floats, 0.0f); };
-    const Status status = rows_.Lookup(requests_, true, Soon()).status();
+    const Status status = rows_.Lookup(kNumServers, requests_, true, Soon()).status();
     EXPECT_EQ(status.code(), StatusCode::kCorruption) << num_floats;
     EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
   }
@@ -189,10 +208,10 @@ TEST_F(RemoteRowsTest, AMalformedReplyNamesItsServer) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
   for (const size_t size : {0u, 8u, 16u, 20u, 32u}) {
     answers_[2] = [size](const Buffer&) { return Bytes(size); };
-    const Status status = rows_.Lookup(requests_, true, Soon()).status();
+    const Status status = rows_.Lookup(kNumServers, requests_, true, Soon()).status();
     EXPECT_EQ(status.code(), StatusCode::kCorruption) << size;
     EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
-    EXPECT_EQ(rows_.Update(updates_, Soon()).status().code(), StatusCode::kCorruption);
+    EXPECT_EQ(rows_.Update(kNumServers, updates_, Soon()).status().code(), StatusCode::kCorruption);
   }
   AnswerAll([](const Buffer&) { return Bytes(4); });
   EXPECT_EQ(rows_.Configure(TrainConfig(), false, Soon()).code(), StatusCode::kCorruption);
@@ -229,26 +248,29 @@ TEST_F(RemoteRowsTest, SizesAreEachServersOwn) {
 TEST_F(RemoteRowsTest, AServerToBeConfiguredGoesBeforeOtherFailures) {
   answers_[0] = [](const Buffer&) -> StatusOr<Segments> { return Internal("first"); };
   answers_[2] = [](const Buffer&) -> StatusOr<Segments> { return FailedPrecondition("not yet"); };
-  const Status status = rows_.Lookup(requests_, true, Soon()).status();
+  const Status status = rows_.Lookup(kNumServers, requests_, true, Soon()).status();
   EXPECT_EQ(status.code(), StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();
   answers_[2] = [](const Buffer&) -> StatusOr<Segments> { return InvalidArgument("second"); };
-  EXPECT_EQ(rows_.Lookup(requests_, true, Soon()).status().code(), StatusCode::kInternal);
+  EXPECT_EQ(rows_.Lookup(kNumServers, requests_, true, Soon()).status().code(),
+            StatusCode::kInternal);
 }
 
 TEST_F(RemoteRowsTest, AServerThatComesBackElsewhereIsFoundAgain) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
-  ASSERT_TRUE(rows_.Lookup(requests_, true, Soon()).ok());
+  ASSERT_TRUE(rows_.Lookup(kNumServers, requests_, true, Soon()).ok());
   servers_[2].reset();
   StartServer(2);
-  EXPECT_TRUE(rows_.Lookup(requests_, true, Soon()).ok());
+  EXPECT_TRUE(rows_.Lookup(kNumServers, requests_, true, Soon()).ok());
 }
 
 TEST_F(RemoteRowsTest, AServerThatIsAwayIsNamedAtTheDeadline) {
   AnswerAll([](const Buffer&) { return Rows(1, 2, 0.0f); });
   servers_[2].reset();
   // Server 0 must have answered by the deadline, or it is the one that is named.
-  const auto call = [&](auto deadline) { return rows_.Lookup(requests_, true, deadline).status(); };
+  const auto call = [&](auto deadline) {
+    return rows_.Lookup(kNumServers, requests_, true, deadline).status();
+  };
   const Status status = FailureOf(call, "parameter-server 2", 100);
   EXPECT_EQ(status.code(), StatusCode::kUnavailable);
   EXPECT_NE(status.message().find("parameter-server 2"), std::string::npos) << status.message();

@@ -4,7 +4,8 @@
 
 namespace persia::worker {
 
-RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_servers) {
+RoutedRows RouteRows(const SignBlocks& blocks, const float* row, const Placement& placement) {
+  const uint32_t num_servers = placement.num_servers();
   RoutedRows routed;
   routed.requests.resize(num_servers);
   routed.rows.resize(num_servers);
@@ -12,7 +13,7 @@ RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_se
   for (const SignBlock& block : blocks.blocks) {
     std::vector<uint32_t> num_routed(num_servers, 0);
     for (uint32_t i = 0; i < block.num_signs; ++i, ++sign, row += block.dim) {
-      const uint32_t server = ServerOf(SignHash(blocks.signs[sign]), num_servers);
+      const uint32_t server = placement.ServerOf(SignHash(blocks.signs[sign]));
       routed.requests[server].signs.push_back(blocks.signs[sign]);
       routed.rows[server].insert(routed.rows[server].end(), row, row + block.dim);
       ++num_routed[server];

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/placement.h"
 #include "worker/row_service.h"
 
 namespace persia::worker {
@@ -19,6 +20,6 @@ struct RoutedRows {
 
 // `row`: the rows of all blocks, one after the other. The order of the signs within a server is
 // kept: entry i of a server's rows belongs to its sign i.
-RoutedRows RouteRows(const SignBlocks& blocks, const float* row, uint32_t num_servers);
+RoutedRows RouteRows(const SignBlocks& blocks, const float* row, const Placement& placement);
 
 }  // namespace persia::worker

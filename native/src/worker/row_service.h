@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/placement.h"
 #include "base/row_protocol.h"
 #include "base/status.h"
 #include "base/train_config.h"
@@ -45,31 +46,38 @@ struct HintReport {
 // the deadline. Entry i of a span or of a result belongs to server i; a server with no signs is not
 // called, and its result is empty.
 //
-// The number of servers may change. Requests of another number fail (kUnavailable), as do those
-// under way when it changes: the caller compares num_servers() with that of its requests, and
-// routes them anew.
+// The servers may be replaced. Requests that are routed by another placement than theirs fail
+// (kUnavailable), as do those under way when it changes: the caller compares placement() with that
+// of its requests, and routes them anew.
 class RowService {
  public:
   virtual ~RowService() = default;
-  virtual uint32_t num_servers() const = 0;
+  virtual Placement placement() const = 0;
   virtual Status Configure(const TrainConfig& config, bool replace, Deadline deadline) = 0;
   // `train`: the batch was made with requires_grad, so rows of new signs are inserted.
-  virtual StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests,
+  virtual StatusOr<std::vector<ServerRows>> Lookup(const Placement& routed,
+                                                   std::span<const ServerBlocks> requests,
                                                    bool train, Deadline deadline) = 0;
   // For training, with optimizer state (store/whole_rows.h). Servers know how many floats a row
   // has. Servers with no signs are called, too.
-  virtual StatusOr<std::vector<ServerRows>> LookupWhole(std::span<const ServerBlocks> /*requests*/,
+  virtual StatusOr<std::vector<ServerRows>> LookupWhole(const Placement& /*routed*/,
+                                                        std::span<const ServerBlocks> /*requests*/,
                                                         Deadline /*deadline*/) {
     return FailedPrecondition("rows of this process have no network to hide");
   }
   // Hints that lookups will name these signs soon; returns at once. Call only if WantsPrefetch()
   // returned true.
-  virtual HintReport Prefetch(std::span<const ServerBlocks> /*requests*/) { return {}; }
+  virtual HintReport Prefetch(const Placement& /*routed*/,
+                              std::span<const ServerBlocks> /*requests*/) {
+    return {};
+  }
   // Whether some server has rows in a file, as far as is known.
   virtual bool WantsPrefetch() { return false; }
-  virtual StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
+  virtual StatusOr<std::vector<UpdateResult>> Update(const Placement& routed,
+                                                     std::span<const UpdateRowsRequest> requests,
                                                      Deadline deadline) = 0;
-  virtual Status SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) = 0;
+  virtual Status SetRows(const Placement& routed, std::span<const SetRowsRequest> requests,
+                         Deadline deadline) = 0;
   virtual Status Clear(Deadline deadline) = 0;
   // Rows per server.
   virtual StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) = 0;
@@ -78,7 +86,7 @@ class RowService {
 // The parameter servers of a cluster.
 class RemoteRows final : public RowService {
  public:
-  explicit RemoteRows(uint32_t num_servers);
+  explicit RemoteRows(const Placement& placement);
   ~RemoteRows() override;
 
   // Tells the server's address, when it is discovered and whenever it has moved. kInvalidArgument:
@@ -86,7 +94,7 @@ class RemoteRows final : public RowService {
   Status SetServer(uint32_t index, const std::string& address);
   // Other servers, which have the rows from now on: by index. What is under way at those of before
   // fails with kUnavailable.
-  void ReplaceServers(std::span<const std::string> addresses);
+  void ReplaceServers(const Placement& placement, std::span<const std::string> addresses);
   // Fails with kUnavailable the calls under way and all later ones: a worker that stops need not
   // wait for servers that are gone.
   void Close();
@@ -95,19 +103,23 @@ class RemoteRows final : public RowService {
   // By server. Fails where one of them does: a comparison needs all.
   StatusOr<std::vector<ServerLoad>> Loads(Deadline deadline);
 
-  uint32_t num_servers() const override { return static_cast<uint32_t>(Present()->size()); }
+  Placement placement() const override { return Present()->placement; }
   Status Configure(const TrainConfig& config, bool replace, Deadline deadline) override;
-  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool train,
+  StatusOr<std::vector<ServerRows>> Lookup(const Placement& routed,
+                                           std::span<const ServerBlocks> requests, bool train,
                                            Deadline deadline) override;
-  StatusOr<std::vector<ServerRows>> LookupWhole(std::span<const ServerBlocks> requests,
+  StatusOr<std::vector<ServerRows>> LookupWhole(const Placement& routed,
+                                                std::span<const ServerBlocks> requests,
                                                 Deadline deadline) override;
   // Asks each server once whether it wants hints, with the first call of WantsPrefetch(), and again
   // where it has moved. Servers that read no rows from a file get none.
-  HintReport Prefetch(std::span<const ServerBlocks> requests) override;
+  HintReport Prefetch(const Placement& routed, std::span<const ServerBlocks> requests) override;
   bool WantsPrefetch() override;
-  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> requests,
+  StatusOr<std::vector<UpdateResult>> Update(const Placement& routed,
+                                             std::span<const UpdateRowsRequest> requests,
                                              Deadline deadline) override;
-  Status SetRows(std::span<const SetRowsRequest> requests, Deadline deadline) override;
+  Status SetRows(const Placement& routed, std::span<const SetRowsRequest> requests,
+                 Deadline deadline) override;
   Status Clear(Deadline deadline) override;
   StatusOr<std::vector<uint64_t>> Sizes(Deadline deadline) override;
 
@@ -116,15 +128,18 @@ class RemoteRows final : public RowService {
     std::shared_ptr<PrefetchHints> hints;
     std::unique_ptr<net::Channel> channel;
   };
-  using Servers = std::vector<Server>;  // by index; never changed once it is made
+  struct Servers {  // never changed once it is made
+    Placement placement;
+    std::vector<Server> servers;  // by index
+  };
 
-  static std::shared_ptr<const Servers> Make(uint32_t num_servers);
+  static std::shared_ptr<const Servers> Make(const Placement& placement);
   // A call keeps the servers that it began with.
   std::shared_ptr<const Servers> Present() const;
   template <typename Request, typename Reply>
   StatusOr<std::vector<Reply>> CallSome(const Method<Request, Reply>& method,
-                                        std::span<const Request> requests, Deadline deadline,
-                                        bool also_empty = false);
+                                        const Placement& routed, std::span<const Request> requests,
+                                        Deadline deadline, bool also_empty = false);
   template <typename Request, typename Reply>
   StatusOr<std::vector<Reply>> CallEvery(const Method<Request, Reply>& method,
                                          const Request& request, Deadline deadline);

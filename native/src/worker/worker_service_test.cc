@@ -29,10 +29,10 @@ using testing::EncodeToBytes;
 // One server, whose rows are all ones and whose updates all succeed.
 class OnesRows : public RowService {
  public:
-  uint32_t num_servers() const override { return 1; }
+  Placement placement() const override { return {}; }
   Status Configure(const TrainConfig&, bool, Deadline) override { return Status::Ok(); }
-  StatusOr<std::vector<ServerRows>> Lookup(std::span<const ServerBlocks> requests, bool,
-                                           Deadline) override {
+  StatusOr<std::vector<ServerRows>> Lookup(const Placement&, std::span<const ServerBlocks> requests,
+                                           bool, Deadline) override {
     std::vector<ServerRows> rows(1);
     const uint64_t num_floats = requests[0].num_floats();
     rows[0].storage = Buffer(num_floats * sizeof(float));
@@ -41,11 +41,14 @@ class OnesRows : public RowService {
     rows[0].rows = {values, num_floats};
     return rows;
   }
-  StatusOr<std::vector<UpdateResult>> Update(std::span<const UpdateRowsRequest> updates,
+  StatusOr<std::vector<UpdateResult>> Update(const Placement&,
+                                             std::span<const UpdateRowsRequest> updates,
                                              Deadline) override {
     return std::vector<UpdateResult>{{3, updates[0].blocks.signs.size(), 1}};
   }
-  Status SetRows(std::span<const SetRowsRequest>, Deadline) override { return Status::Ok(); }
+  Status SetRows(const Placement&, std::span<const SetRowsRequest>, Deadline) override {
+    return Status::Ok();
+  }
   Status Clear(Deadline) override { return Status::Ok(); }
   StatusOr<std::vector<uint64_t>> Sizes(Deadline) override { return std::vector<uint64_t>{17}; }
 };

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from persia.ctx import DataCtx
 from persia.embedding.data import (
@@ -18,12 +19,22 @@ from persia.embedding.data import (
 )
 
 NUM_SAMPLES = 16
+ANY_IDS = np.arange(200, dtype=np.uint64)
 
 
-def make_batch(batch_id: int) -> PersiaBatch:
+def ids_of_server_0() -> np.ndarray:
+    """200 IDs whose rows two servers have on the first one, in either slot."""
+    from persia.nn.exported import sign_hash
+
+    ids = torch.arange(2000)
+    is_even = [sign_hash(ids | slot << 56) >> 52 & 1 == 0 for slot in (1, 2)]
+    return ids[is_even[0] & is_even[1]][:200].numpy().astype(np.uint64)
+
+
+def make_batch(batch_id: int, ids: np.ndarray = ANY_IDS) -> PersiaBatch:
     rng = np.random.default_rng(batch_id)
-    users = rng.integers(0, 50, NUM_SAMPLES).astype(np.uint64)
-    items = [rng.integers(0, 200, rng.integers(0, 4)).astype(np.uint64) for _ in range(NUM_SAMPLES)]
+    users = ids[rng.integers(0, 50, NUM_SAMPLES)]
+    items = [ids[rng.integers(0, 200, rng.integers(0, 4))] for _ in range(NUM_SAMPLES)]
     label = ((users % 2).astype(np.float32) + rng.normal(0, 0.1, NUM_SAMPLES).astype(np.float32)).reshape(
         -1, 1
     )
@@ -52,7 +63,9 @@ def main() -> None:
     parser.add_argument("--hang-after", type=int, default=-1, help="stop sending, without ending")
     parser.add_argument("--gates", type=Path, default=None, help="wait there for a file N before batch N")
     parser.add_argument("--gate-at", type=int, action="append", default=[], help="N; may be repeated")
+    parser.add_argument("--uneven", action="store_true", help="IDs of the first of two servers")
     options = parser.parse_args()
+    ids = ids_of_server_0() if options.uneven else ANY_IDS
     with DataCtx() as ctx:
         if options.total:
             options.batches = len(range(ctx.replica_index, options.total, ctx.replica_size))
@@ -66,7 +79,7 @@ def main() -> None:
                 time.sleep(600)
             if sequence in options.gate_at:
                 wait_for_gate(options.gates / str(sequence))
-            ctx.send_data(make_batch(options.first + sequence * ctx.replica_size + ctx.replica_index))
+            ctx.send_data(make_batch(options.first + sequence * ctx.replica_size + ctx.replica_index, ids))
     print(f"sent {options.batches}", flush=True)
 
 

@@ -23,6 +23,7 @@ from persia.config import GlobalConfig
 from persia.errors import FailedPreconditionError, ResourceExhaustedError
 from persia.messaging.discovery import Advertiser, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
+from persia.messaging.payloads import MovedShards
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import ElasticServer, ResizeReport, ResizeRequest, Step
 from persia.roles.lifetime import ServerOptions
@@ -67,6 +68,7 @@ class Server:
         self.session = LocalSession(broker, name=f"server {index} of {replicas}")
         self.share = ServerShare(
             store=self.native.store,
+            moved_shards=lambda: self.native.moved_shards,
             index=index,
             replicas=replicas,
             generation=generation,
@@ -138,15 +140,20 @@ def on_all(servers: list[Server], step: Step, **more: Any) -> list[ResizeReport]
         return list(pool.map(lambda server: server.ask(step, **more), servers))
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
-def test_a_dump_that_waits_for_another_number_of_servers_has_all_rows(
-    job: Job, checkpoint: Path, tmp_path: Path, before: int, after: int
+# Virtual shards that are on server 0 or 1 by default.
+MOVED = tuple((shard, 1 - shard % 2) for shard in range(0, 2000, 2))
+
+
+@pytest.mark.parametrize(("before", "after", "moved"), [(2, 3, ()), (3, 2, ()), (2, 2, MOVED), (3, 2, MOVED)])
+def test_a_dump_that_waits_for_other_servers_has_all_rows(
+    job: Job, checkpoint: Path, tmp_path: Path, before: int, after: int, moved: MovedShards
 ) -> None:
     old = job.start(before)
     job.checkpoints.load(Source(checkpoint))
     new = job.start(after, generation=1, sources=before)
     reports = on_all(new, Step.WHO)
-    on_all(old, Step.COPY, targets=tuple((report.address, report.incarnation) for report in reports))
+    targets = tuple((report.address, report.incarnation) for report in reports)
+    on_all(old, Step.COPY, targets=targets, moved_shards=moved)
     dump = DumpRequest(tmp_path / "dump")
     with ThreadPoolExecutor(1) as pool:
         dumped = pool.submit(job.checkpoints.dump, dump)
@@ -165,6 +172,13 @@ def test_a_dump_that_waits_for_another_number_of_servers_has_all_rows(
     section = Manifest.read(dump.directory)[0].require_embeddings(dump.directory)
     assert len(section.servers) == after
     assert np.array_equal(rows_of(dump.directory), rows_of(checkpoint))
+    numbers = [server.native.stats()["num_rows"] for server in new]
+    assert [server.advertiser.info.moved_shards for server in new] == [moved] * after
+    # A load gives each server the rows that workers ask it for.
+    job.checkpoints.load(Source(checkpoint))
+    assert [server.native.stats()["num_rows"] for server in new] == numbers
+    if moved:
+        assert numbers[1] > 1.5 * numbers[0]
 
 
 def test_a_load_begins_anew_with_the_servers_that_have_taken_over(job: Job, checkpoint: Path) -> None:

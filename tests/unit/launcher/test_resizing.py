@@ -51,6 +51,7 @@ class Job:
 
     def __init__(self) -> None:
         self.subjects = Subjects("job")
+        self.loads: list[tuple[int, ...]] = [()] * 3  # by server
         self.asked: list[tuple[Step, str]] = []  # with the generation and index of the server
         self.hooks: dict[Step, Callable[[str], object]] = {}  # called with these first
         self.interrupted, self.listens = threading.Event(), threading.Event()
@@ -83,7 +84,11 @@ class Job:
         self.asked.append((step, server))
         if hook := self.hooks.get(step):
             hook(server)
-        return ResizeReport(address="host:1", incarnation="0" * 16, state="following", round_s=0.001).encode()
+        loads = self.loads[int(server.partition(".")[2])] if step is Step.MEASURE else ()
+        report = ResizeReport(
+            address="host:1", incarnation="0" * 16, state="following", round_s=0.001, loads=loads
+        )
+        return report.encode()
 
     def interrupt(self, _subject: str) -> None:
         self.interrupted.set()
@@ -207,6 +212,20 @@ def test_a_second_change_is_refused_during_the_first(job: Job) -> None:
         job.resizer.begin(0)
 
 
+def test_servers_are_replaced_by_as_many_where_their_load_is_uneven(job: Job) -> None:
+    with pytest.raises(FailedPreconditionError, match="no load"):
+        job.resizer.resize(0, rebalances=True)
+    assert job.new == []
+    job.loads[:2] = [(600, 0, 400, 0), (0, 100, 0, 0)]
+    state = job.resizer.resize(0, rebalances=True)
+    assert (state.before, state.after, state.number, state.num_moved_shards) == (2, 2, 1, 1)
+    assert is_running(job.old) == [False] * 2
+    assert is_running(job.new) == [True] * 2
+    # Once more: names of processes and numbers of changes are never used twice.
+    state = job.resizer.resize(0, rebalances=True)
+    assert (state.number, is_running(job.processes)) == (2, [False] * 4 + [True] * 2)
+
+
 def test_no_generation_is_used_twice(job: Job) -> None:
     job.resizer.cancel()
     assert not any("--generation" in argument for spec in job.resizer.specs() for argument in spec.command)
@@ -293,19 +312,22 @@ def test_a_question_cannot_ask_for_more_servers_than_a_job_can_have() -> None:
 @pytest.mark.parametrize(
     ("last", "said"),
     [
-        (ResizeState(before=2, after=3, step="done", is_over=True), "3 parameter servers instead of 2"),
         (
-            ResizeState(before=2, after=3, step="copy", is_over=True, failure="lost"),
+            ResizeState(before=2, after=3, number=1, step="done", is_over=True),
+            "3 parameter servers instead of 2",
+        ),
+        (
+            ResizeState(before=2, after=3, number=1, step="copy", is_over=True, failure="lost"),
             "still 2 parameter servers: lost",
         ),
         # Another command has been quick.
-        (ResizeState(before=3, after=4, step="done", is_over=True), "another change has begun"),
+        (ResizeState(before=3, after=4, number=2, step="done", is_over=True), "another change has begun"),
     ],
 )
 def test_a_command_says_what_became_of_its_own_change(
     monkeypatch: pytest.MonkeyPatch, last: ResizeState, said: str
 ) -> None:
-    states = [ResizeState(before=2, after=3, step="copy"), last]
+    states = [ResizeState(before=2, after=3, number=1, step="copy"), last]
 
     class Session:
         subjects = Subjects("job")

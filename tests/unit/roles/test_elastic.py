@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +69,14 @@ class Broker:
         if self.num_pauses == self.limit:
             raise TimeoutError
         return False
+
+
+def test_a_server_that_has_restarted_asks_its_generation_for_the_placement() -> None:
+    broker: Any = Broker(replicas=2)
+    assert elastic.placement_of(broker, 1) == ()
+    assert broker.num_looks == 3  # in one, answers may be lost
+    broker.serving = [info_of(2, generation=0), replace(info_of(2, generation=1), moved_shards=((7, 1),))]
+    assert elastic.placement_of(broker, 1) == ((7, 1),)
 
 
 def waiting(broker: Broker) -> ElasticServer:

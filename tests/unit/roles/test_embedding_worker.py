@@ -23,6 +23,7 @@ class Worker:
     def __init__(self, failure: Exception | None = None) -> None:
         self.servers: list[tuple[int, str]] = []
         self.replaced: list[list[str]] = []
+        self.placements: list[tuple[int, Any]] = []
         self.registered: list[tuple[int, bytes]] = []
         self.num_released = 0
         self._failure = failure
@@ -30,8 +31,9 @@ class Worker:
     def set_server(self, index: int, address: str) -> None:
         self.servers.append((index, address))
 
-    def replace_servers(self, addresses: list[str]) -> None:
+    def replace_servers(self, addresses: list[str], *, generation: int, moved_shards: Any) -> None:
         self.replaced.append(addresses)
+        self.placements.append((generation, moved_shards))
 
     def release_waiting(self) -> int:
         self.num_released += 1
@@ -44,7 +46,7 @@ class Worker:
         return self.incarnation, 5
 
 
-def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, **more: int) -> ServiceInfo:
+def server(incarnation: int, address: str, index: int = 0, replicas: int = 2, **more: Any) -> ServiceInfo:
     return ServiceInfo(
         role=EMBEDDING_PARAMETER_SERVER,
         index=index,
@@ -145,6 +147,25 @@ def test_servers_of_two_generations_are_never_used_together():
     assert worker.replaced == []
     links.connect(server(21, "b:1", index=1, replicas=3, generation=2))
     assert worker.replaced == [["b:0", "b:1", "b:2"]]
+
+
+def test_a_server_with_another_placement_is_not_used_until_all_have_it():
+    worker, moved = Worker(), ((5, 1),)
+    links = ServerLinks(worker, 2)
+    for index in range(2):
+        links.connect(server(index, f"h:{index}", index=index))
+    for index in range(2):
+        links.connect(server(10 + index, f"n:{index}", index=index, generation=1, moved_shards=moved))
+    assert worker.placements == [(1, moved)]
+    # One that has restarted, and was told of the placement.
+    links.connect(server(20, "n:2", index=0, generation=1, moved_shards=moved))
+    assert worker.servers[-1] == (0, "n:2")
+    # All have restarted, and none knows it.
+    links.connect(server(30, "n:3", index=0, generation=1))
+    assert (worker.servers[-1], len(worker.replaced)) == ((0, "n:2"), 1)
+    links.connect(server(31, "n:4", index=1, generation=1))
+    assert worker.replaced[-1] == ["n:3", "n:4"]
+    assert worker.placements[-1] == (1, ())
 
 
 def test_watchers_hear_of_the_end_of_servers_that_were_replaced():
