@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
 
 from persia.ctx import DataCtx
 from persia.data import IterableDataset, StreamingDataset
 from persia.data.dataset import IterableDatasetBase
 from persia.embedding.data import IDTypeFeature, IDTypeFeatureWithSingleID, Label, PersiaBatch
-from persia.pipeline import prefetch
-from persia.pipeline.staleness import LookAhead
 
 STEPS = 12
 IDS = np.array([3, 5, 3], np.uint64)  # of every batch: each step trains on the rows of the step before
@@ -44,14 +41,3 @@ def streamed() -> IterableDatasetBase:
                 ctx.send_data(make_batch())
 
     return StreamingDataset(buffer_size=STEPS, loader=load)
-
-
-class _Early(LookAhead):
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.bound = most
-
-
-def look_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hybrid mode looks up as many batches ahead as its bounds permit."""
-    monkeypatch.setattr(prefetch, "LookAhead", _Early)

@@ -192,7 +192,7 @@ class BatchPipeline:
             [(stage, StalenessGate(stage.mode.bound, None)) for stage in deferred_stages(stages)],
             forward_buffer_size=forward_buffer_size,
             num_workers=num_workers,
-            late=self.training and first.consistency is Consistency.HYBRID,
+            late=self.training and first.consistency is Consistency.HYBRID and not deferred_stages(stages),
         )
         # For `close`, `fail` and the metrics: a loop may be left with `break`, and its iterator kept.
         self._prefetchers.append(prefetcher)

@@ -44,14 +44,15 @@ class Prefetcher:
 
         Args:
             deferred: the stages after the service's first lookup of a batch, the loosest first.
-            late: lookups begin as late as the loop permits, see `LookAhead`.
+            late: lookups begin as late as the loop permits, see `LookAhead`. Not with deferred stages: the time
+                of their lookups has the wait for a permit in it.
         """
         self._source = source
         self._service = service
         self._gate = gate
         self._look_ahead = LookAhead(forward_buffer_size) if late else None
-        ahead = self._look_ahead.bound if self._look_ahead is not None else forward_buffer_size
-        self._ready: BoundedQueue[_Lookup] = BoundedQueue(ahead)  # to `next`
+        self._returned_ns = 0  # when `next` last returned a batch
+        self._ready: BoundedQueue[_Lookup] = BoundedQueue(forward_buffer_size)  # to `next`
         self._work: _Work = BoundedQueue(forward_buffer_size)  # to the lookup threads, `_serve`
         self._deferred = [
             # One more than `_ready` holds: the feeder puts a batch here first, and must not wait here for a
@@ -107,6 +108,7 @@ class Prefetcher:
 
     def next(self, timeout_s: float) -> PersiaTrainingBatch | None:
         """The next batch, for the loop; None at the end. Raises what went wrong with it or before it."""
+        asked_ns = time.monotonic_ns()
         self._give_up_held_batches()
         # After giving up: the permit of a batch that was held may be the one that this demand needs.
         self._gate.demand()
@@ -129,13 +131,14 @@ class Prefetcher:
             raise DeadlineExceededError(
                 f"the lookup of batch {lookup.pending.batch_id} was not done in {timeout_s:g} s (timeout_ms)"
             ) from failure
+        now_ns = time.monotonic_ns()
         if batch.lease is not None:
             self._yielded.append(batch.lease)
-            now_ns = time.monotonic_ns()
             QUEUE_OF_READY.record(batch.ready_ns, now_ns, batch.lease.reference.reference, batch.batch_id)
-            if self._look_ahead is not None:
-                lookup_s = (batch.ready_ns - lookup.begun_ns) / 1e9
-                self._ready.set_capacity(self._look_ahead.took(now_ns / 1e9, lookup_s))
+        if self._look_ahead is not None and self._returned_ns:
+            step_s = (asked_ns - self._returned_ns) / 1e9
+            self._ready.set_capacity(self._look_ahead.took((batch.ready_ns - lookup.begun_ns) / 1e9, step_s))
+        self._returned_ns = now_ns
         # After `_yielded`: who reads the position finds a batch there that the loop is not done with.
         self._source.yielded(batch.batch_id)
         return batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import statistics
 import threading
 from collections.abc import Callable, Sequence
 
@@ -17,9 +18,9 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
-# Of `LookAhead`: the fewest steps between two measurements; the lookups beyond what was measured, for times
-# that vary and processes that share a processor; and how fast it forgets a short lookup.
-_STEPS, _SPARE, _RISE = 32, 3, 1.02
+# Of `LookAhead`: the batches that it measures beyond its bound, and the lookups beyond what it measured, for times
+# that vary and processes that share a processor.
+_STEPS, _SPARE = 32, 3
 
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
@@ -191,31 +192,29 @@ class LookAhead:
     """How many batches the prefetcher looks up ahead of the loop: as few as keep the loop from waiting.
 
     A lookup that begins earlier than it must misses the updates of the batches in between, for no gain in
-    speed. The bound is the time of a lookup divided by that of a step, and some more. The time is that of
-    the shortest lookup: others may have waited for each other, and would not end sooner if they began
-    sooner. It rises slowly until a shorter one follows, as networks change (docs/adr/0069). Pure; not
-    thread-safe.
+    speed. The bound is the time of a slow lookup, the ninth of ten, divided by the median time that the loop
+    takes for a batch, and some more. Where lookups wait for each other rather than for the network, it is
+    `most` (docs/adr/0069). Pure; not thread-safe.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._measured_s: float | None = None  # when
-        self._num_steps = 0  # since then
-        self._lookup_s = math.inf
-        self.bound = min(most, 1 + _SPARE)
+        self._lookups_s, self._steps_s = list[float](), list[float]()
+        self.bound = most  # too fresh rows would cost time, which nothing gives back
 
-    def took(self, now_s: float, lookup_s: float) -> int:
-        """The loop takes a batch whose lookup has taken `lookup_s`; returns the new bound."""
-        self._lookup_s = min(self._lookup_s, lookup_s)
-        if self._measured_s is None:
-            self._measured_s = now_s
-            return self.bound
-        self._num_steps += 1
-        # A bound of N shows its effect after N steps.
-        if self._num_steps >= max(_STEPS, 2 * self.bound):
-            # A step that waits for its lookup is longer than it need be; `_SPARE` lets the bound grow then.
-            step_s = max((now_s - self._measured_s) / self._num_steps, 1e-6)
-            self.bound = min(self._most, math.ceil(self._lookup_s / step_s) + _SPARE)
-            self._lookup_s *= _RISE
-            self._measured_s, self._num_steps = now_s, 0
+    def took(self, lookup_s: float, step_s: float) -> int:
+        """The loop takes a batch; returns the new bound.
+
+        Args:
+            lookup_s: what its lookup has taken.
+            step_s: what the loop has done with the batch before, without the wait for this one.
+        """
+        self._lookups_s.append(lookup_s)
+        self._steps_s.append(step_s)
+        # A bound of N shows its effect after N batches.
+        if len(self._steps_s) == self.bound + _STEPS:
+            lookup_s = sorted(self._lookups_s)[len(self._lookups_s) * 9 // 10]
+            step_s = max(statistics.median(self._steps_s), 1e-6)
+            self.bound = min(self._most, math.ceil(lookup_s / step_s) + _SPARE)
+            self._lookups_s, self._steps_s = [], []
         return self.bound

@@ -17,7 +17,7 @@ from persia.data.dataset import IterableDatasetBase
 from persia.embedding.optim import SGD
 from persia.errors import ConfigError, UnavailableError
 from persia.pipeline.staleness import ALL_SLOTS
-from tests.mode_batches import STEPS, local, look_up_early, make_batch, streamed
+from tests.mode_batches import STEPS, local, make_batch, streamed
 
 TIMEOUT_S = 60.0
 ASYNCHRONOUS, SYNCHRONOUS = {"consistency": "asynchronous"}, {"consistency": "synchronous"}
@@ -154,7 +154,6 @@ def test_no_slot_sees_more_batches_in_flight_than_its_bound(
 ) -> None:
     consistency, staleness, modes, expected = JOBS[job]
     references: list[int] = []
-    look_up_early(monkeypatch)
     with training(modes, consistency) as ctx:
         recorder = Recorder(ctx, monkeypatch)
         loader = DataLoader(make_dataset(), forward_buffer_size=STEPS, embedding_staleness=staleness)

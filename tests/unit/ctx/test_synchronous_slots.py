@@ -19,7 +19,7 @@ from persia.errors import ConfigError, FailedPreconditionError, UnavailableError
 from persia.observability.phases import LOOKUP_IN_STEP
 from persia.pipeline.counters import ModeStaleness
 from persia.pipeline.staleness import ALL_SLOTS
-from tests.mode_batches import STEPS, local, look_up_early, make_batch, streamed
+from tests.mode_batches import STEPS, local, make_batch, streamed
 
 STALENESS, TIMEOUT_S = 4, 60.0
 AHEAD, IN_STEP = 1, 2  # the bits of slots in the job's mode, and of synchronous ones
@@ -80,7 +80,6 @@ def trained_rows(
 ) -> tuple[np.ndarray[Any, Any], TrainCtx, Ahead]:
     """The embeddings of the slot that learns, after the training of all batches."""
     model = Model(learns)
-    look_up_early(monkeypatch)
     with TrainCtx(
         model=model,
         embedding_optimizer=Adagrad(lr=0.1),

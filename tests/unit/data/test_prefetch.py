@@ -19,7 +19,7 @@ from persia.pipeline.lookup import LookupService
 from persia.pipeline.prefetch import Prefetcher
 from persia.pipeline.queues import BoundedQueue, QueueClosed
 from persia.pipeline.source import PendingBatch
-from persia.pipeline.staleness import Consistency, LookupStage, Mode, StalenessGate
+from persia.pipeline.staleness import Consistency, LookAhead, LookupStage, Mode, StalenessGate
 
 DENSE = encode_dense([("x", np.zeros((1, 1), np.float32))], [], None, 1)
 
@@ -113,37 +113,25 @@ def test_staleness_bounds_batches_between_lookup_and_settlement(
     assert fake_host.counters.staleness().in_flight == 0
 
 
-def lookups_ahead(host: Any, backend: Any, lookup_s: float, step_s: float) -> list[int]:
-    """How far each lookup began ahead of the batch that the loop had, of a late prefetcher of up to 9."""
-    ahead: list[int] = []
-    begun = [threading.Event() for _ in range(101)]
-    taken = 0
-
-    def note(number: int) -> None:
-        ahead.append(number - taken)
-        begun[number].set()
-        time.sleep(lookup_s)
-
-    backend.on_lookup = note
-    source = ListSource([pending(i) for i in range(101)])
-    prefetcher = start(host, source, num_workers=9, forward_buffer_size=9, late=True)
-    for taken in range(100):
-        batch = prefetcher.next(30)
-        assert batch is not None
-        assert batch.batch_id == taken
-        assert begun[taken + 1].wait(30)  # however busy the machine is, the next lookup has its step of time
-        time.sleep(step_s)
-    return ahead
-
-
-def test_lookups_begin_as_late_as_the_loop_permits(fake_host: Any, fake_backend: Any) -> None:
-    ahead = lookups_ahead(fake_host, fake_backend, lookup_s=0, step_s=0.003)
-    assert sorted(ahead)[50] <= 5  # 4, or one more where the loop has just taken a batch
-
-
-def test_slow_lookups_begin_early_enough(fake_host: Any, fake_backend: Any) -> None:
-    ahead = lookups_ahead(fake_host, fake_backend, lookup_s=0.02, step_s=0)
-    assert max(ahead) >= 8
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_as_many_are_looked_up_ahead_as_the_bound_says(
+    fake_host: Any, fake_backend: Any, monkeypatch: pytest.MonkeyPatch, requires_grad: bool
+) -> None:
+    bounds = iter([*[1] * 9, 4])
+    monkeypatch.setattr(LookAhead, "took", lambda self, lookup_s, step_s: next(bounds))
+    begun = [threading.Event() for _ in range(20)]
+    fake_backend.on_lookup = lambda number: begun[number].set()
+    source = ListSource([pending(i, requires_grad=requires_grad) for i in range(20)], endless=True)
+    prefetcher = start(fake_host, source, forward_buffer_size=6, late=True)
+    held = [prefetcher.next(30)]
+    assert begun[6].wait(30)  # nothing is measured before the second batch
+    held += [prefetcher.next(30) for _ in range(9)]
+    assert begun[10].wait(30)
+    assert not begun[11].is_set()
+    held.append(prefetcher.next(30))
+    assert begun[14].wait(30)
+    assert not begun[16].is_set()
+    assert [batch.batch_id for batch in held if batch is not None] == list(range(11))
 
 
 def test_batches_without_gradient_take_no_permit(fake_host: Any) -> None:
