@@ -44,8 +44,8 @@ class Prefetcher:
 
         Args:
             deferred: the stages after the service's first lookup of a batch, the loosest first.
-            late: lookups begin as late as the loop permits, see `LookAhead`. Not with deferred stages: the time
-                of their lookups has the wait for a permit in it.
+            late: lookups begin as late as the loop permits, see `LookAhead`. Not with deferred stages: the
+                time of their lookups has the wait for a permit in it.
         """
         self._source = source
         self._service = service

@@ -18,8 +18,8 @@ from persia.errors import InvalidArgumentError
 from persia.pipeline.counters import Counters
 from persia.pipeline.queues import QueueClosed
 
-# Of `LookAhead`: the batches that it measures beyond its bound, and the lookups beyond what it measured, for times
-# that vary and processes that share a processor.
+# Of `LookAhead`: the batches that it measures beyond its bound, and the lookups beyond what it measured, for
+# times that vary and processes that share a processor.
 _STEPS, _SPARE = 32, 3
 
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
