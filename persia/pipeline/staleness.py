@@ -20,7 +20,7 @@ from persia.pipeline.queues import QueueClosed
 
 # Of `LookAhead`: the batches that it measures beyond its bound, and the lookups beyond what it measured, for
 # times that vary and processes that share a processor.
-_STEPS, _SPARE = 32, 3
+_STEPS, _SPARE = 32, 2
 
 ALL_SLOTS = 0  # a lookup of all slots; otherwise a bit for each of the backend's `slot_modes`
 
