@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+from numpy.typing import NDArray
+
 from persia import env
 from persia.errors import DeadlineExceededError, FailedPreconditionError, InternalError, UnavailableError
 from persia.launcher.placement import place
@@ -29,6 +32,9 @@ _SHORT_ROUND_S, _LONGER_ROUND_S = 0.05, 0.1
 _TRYING_S = 10.0
 # What all old servers together may take of the processors for the copy.
 _PERCENT = 8
+# How long the load is measured: a pause at least, then until so many rows of the sample were counted.
+_MEASURE_S, _MEASURE_PAUSE_S = 10.0, 2.0
+_ENOUGH_ROWS = 1 << 17
 
 
 def servers(generation: int, number: int) -> list[Server]:
@@ -62,7 +68,30 @@ def check_replaceable(reports: Sequence[ResizeReport]) -> None:
 
 def place_by_load(session: NatsSession, old: Sequence[Server], num_servers: int) -> MovedShards:
     """The placement of new servers. FailedPreconditionError: as `place`."""
-    return place([report.loads for report in ask_all(session, old, Step.MEASURE)], num_servers)
+    return place(_measure(session, old), num_servers)
+
+
+def _measure(session: NatsSession, old: Sequence[Server]) -> NDArray[np.float64]:
+    """What each server looks up by virtual shard over the same time. Servers count since their start, and
+    some may have started later than others."""
+    began, before = _counts(session, old)
+    grown = np.zeros_like(before)
+    measuring = Attempts(_MEASURE_S, pause_s=_MEASURE_PAUSE_S)
+    for _ in measuring:
+        incarnations, now = _counts(session, old)
+        if incarnations != began:  # a server was started again, and counts from 0
+            began, before = incarnations, now
+            measuring.progressed()
+        grown = np.maximum(now - before, 0)  # threads that count at once may lose some
+        if grown.sum() >= _ENOUGH_ROWS:
+            break
+    return grown
+
+
+def _counts(session: NatsSession, old: Sequence[Server]) -> tuple[list[str], NDArray[np.float64]]:
+    reports = ask_all(session, old, Step.MEASURE)
+    counts = np.array([report.loads for report in reports], dtype=np.float64)
+    return [report.incarnation for report in reports], counts
 
 
 def targets_of(reports: Sequence[ResizeReport]) -> Targets:
