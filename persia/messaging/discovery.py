@@ -99,6 +99,11 @@ class ServiceInfo(JsonMessage):
     def _check(self) -> ServiceInfo:
         if self.index >= self.replicas:
             raise CorruptionError(f"index {self.index} of {self.replicas} replicas is impossible")
+        shards = [shard for shard, _ in self.moved_shards]
+        if len(set(shards)) < len(shards):
+            raise CorruptionError("moved_shards has a virtual shard twice")
+        if any(server >= self.replicas for _, server in self.moved_shards):
+            raise CorruptionError(f"moved_shards has another server than {self.replicas} replicas")
         if self.role == EMBEDDING_WORKER and not self.slot_modes:
             raise CorruptionError("slot_modes is empty, and an embedding worker has slots")
         return self

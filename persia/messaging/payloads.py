@@ -24,7 +24,8 @@ MAX_REPLICAS = 65_536  # bounds what one message can make a receiver count
 Stripe = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1 << 20)]
 Stripes = Annotated[tuple[Stripe, ...], Field(max_length=1024)]
 # Virtual shards that another parameter server has than the default one, and their servers (ADR 67).
-MovedShards = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=4096)]
+_MovedShard = tuple[Annotated[Count, Field(lt=4096)], Annotated[Count, Field(lt=MAX_REPLICAS)]]
+MovedShards = Annotated[tuple[_MovedShard, ...], Field(max_length=4096)]
 
 
 class ReplyStatus(IntEnum):
