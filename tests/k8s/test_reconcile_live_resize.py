@@ -81,13 +81,13 @@ def test_servers_are_replaced_by_as_many_once_for_each_wish_to_rebalance() -> No
 
 def test_a_job_that_starts_with_a_number_for_rebalance_keeps_its_servers() -> None:
     job = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 3})
-    for before in (JobStatus(), replace(RUNNING, phase=Phase.SUSPENDED, attempt=2)):
+    for before in (JobStatus(), replace(RUNNING, phase=Phase.SUSPENDED, restarts=2)):
         status = one_pass(job, before, Observation(objects={})).status
         assert status.rebalance == 3
         running = replace(RUNNING, rebalance=status.rebalance)
         assert one_pass(job, running, everything(job)).status.resize is None
     # Raised while the training is started again: the servers have stayed, and their load, too.
-    again = one_pass(job, replace(RUNNING, phase=Phase.RESTARTING, attempt=1), everything(job)).status
+    again = one_pass(job, replace(RUNNING, phase=Phase.PENDING, restarts=1), everything(job)).status
     assert again.rebalance == 0
 
 
