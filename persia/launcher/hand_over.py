@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from persia import env
 from persia.errors import DeadlineExceededError, FailedPreconditionError, InternalError, UnavailableError
-from persia.launcher.placement import place
+from persia.launcher.placement import largest_share, place
+from persia.logger import get_default_logger
 from persia.messaging.payloads import MovedShards
 from persia.messaging.session import NatsSession
 from persia.roles.elastic import ResizeReport, ResizeRequest, Step
@@ -68,7 +69,15 @@ def check_replaceable(reports: Sequence[ResizeReport]) -> None:
 
 def place_by_load(session: NatsSession, old: Sequence[Server], num_servers: int) -> MovedShards:
     """The placement of new servers. FailedPreconditionError: as `place`."""
-    return place(_measure(session, old), num_servers)
+    moved = place(_measure(session, old), num_servers)
+    if moved:  # said first: rows beyond the capacity of a server would be evicted
+        get_default_logger().info(
+            "%d virtual shards are placed by load: one server gets about %.2f of the mean number of rows; "
+            "compare it with embedding_parameter_server_config.capacity",
+            len(moved),
+            largest_share(moved, num_servers),
+        )
+    return moved
 
 
 def _measure(session: NatsSession, old: Sequence[Server]) -> NDArray[np.float64]:

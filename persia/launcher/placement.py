@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from persia.errors import FailedPreconditionError
 from persia.messaging.payloads import MovedShards
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS
 
 # The busiest server by the mean. Below the first, no shard is moved; a change of the servers costs more.
 _EVEN = 1.05
@@ -37,6 +38,15 @@ def place(loads: Sequence[Sequence[int]] | NDArray[np.float64], num_servers: int
         return ()
     (shards,) = np.nonzero(moved != by_default)
     return tuple((int(shard), int(moved[shard])) for shard in shards)
+
+
+def largest_share(moved: MovedShards, num_servers: int) -> float:
+    """Virtual shards of the server that gets most of them, by the mean: so are its rows, as all shards have
+    about as many."""
+    servers = np.arange(NUM_VIRTUAL_SHARDS) % num_servers
+    for shard, server in moved:
+        servers[shard] = server
+    return imbalance(np.bincount(servers, minlength=num_servers))
 
 
 def _expected(counts: NDArray[np.float64]) -> NDArray[np.float64]:

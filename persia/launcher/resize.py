@@ -72,7 +72,7 @@ def command(
 
     Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
     """
-    if (parameter_servers is None) != (rebalance and generation is None):
+    if (parameter_servers is None) != rebalance or (rebalance and generation is not None):
         raise click.UsageError("give either --parameter-servers or --rebalance")
     with job_session(nats_url, job_name, name="resize", role="admin") as session:
         if generation is None:

@@ -373,3 +373,17 @@ def test_a_command_says_what_became_of_its_own_change(
     result = CliRunner().invoke(resize.command, ["--parameter-servers", "3", "--nats-url", "nats://host"])
     assert said in result.output + str(result.exception), result
     assert (result.exit_code == 0) == (last.failure == "" and last.after == 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--rebalance", "--parameter-servers", "2"],
+        ["--rebalance", "--parameter-servers", "2", "--generation", "1"],
+    ],
+)
+def test_either_a_number_or_a_rebalance_is_asked_for(arguments: list[str]) -> None:
+    result = CliRunner().invoke(resize.command, [*arguments, "--nats-url", "nats://host"])
+    assert result.exit_code == 2
+    assert "give either --parameter-servers or --rebalance" in result.output
