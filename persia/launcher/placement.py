@@ -46,7 +46,7 @@ def largest_share(moved: MovedShards, num_servers: int) -> float:
     servers = np.arange(NUM_VIRTUAL_SHARDS) % num_servers
     for shard, server in moved:
         servers[shard] = server
-    return imbalance(np.bincount(servers, minlength=num_servers))
+    return imbalance(_by_server(np.ones(NUM_VIRTUAL_SHARDS), servers, num_servers))
 
 
 def _expected(counts: NDArray[np.float64]) -> NDArray[np.float64]:
