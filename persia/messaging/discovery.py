@@ -24,7 +24,7 @@ from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards, check_moved_shards
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint
 from persia.waiting import Attempts
@@ -99,11 +99,7 @@ class ServiceInfo(JsonMessage):
     def _check(self) -> ServiceInfo:
         if self.index >= self.replicas:
             raise CorruptionError(f"index {self.index} of {self.replicas} replicas is impossible")
-        shards = [shard for shard, _ in self.moved_shards]
-        if len(set(shards)) < len(shards):
-            raise CorruptionError("moved_shards has a virtual shard twice")
-        if any(server >= self.replicas for _, server in self.moved_shards):
-            raise CorruptionError(f"moved_shards has another server than {self.replicas} replicas")
+        check_moved_shards(self.moved_shards, self.replicas)
         if self.role == EMBEDDING_WORKER and not self.slot_modes:
             raise CorruptionError("slot_modes is empty, and an embedding worker has slots")
         return self

@@ -28,6 +28,14 @@ _MovedShard = tuple[Annotated[Count, Field(lt=4096)], Annotated[Count, Field(lt=
 MovedShards = Annotated[tuple[_MovedShard, ...], Field(max_length=4096)]
 
 
+def check_moved_shards(moved: MovedShards, num_servers: int) -> None:
+    """Raises `CorruptionError` for a placement that these servers cannot have."""
+    if len({shard for shard, _ in moved}) < len(moved):
+        raise CorruptionError("moved_shards has a virtual shard twice")
+    if any(server >= num_servers for _, server in moved):
+        raise CorruptionError(f"moved_shards has another server than {num_servers} replicas")
+
+
 class ReplyStatus(IntEnum):
     """Outcome of a message with back-pressure."""
 
