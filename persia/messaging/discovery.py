@@ -31,8 +31,7 @@ from persia.waiting import Attempts
 
 _FIRST_ROUND_S = 0.1
 _LONGEST_ROUND_S = 1.0
-# An answer older than this may come from a service that has died since; several of the longest rounds, as a
-# loaded machine may answer late.
+# Older answers may be of services that have died; several of the longest rounds, as a machine may be busy.
 _FRESH_S = 5.0
 # How long a newcomer waits for the answers of others: longer if it does not hear its own, on a busy machine.
 _CONFLICT_WINDOWS_S = (0.3, 0.6, 1.2, 2.4, 4.8)
