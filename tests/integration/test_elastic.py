@@ -144,7 +144,7 @@ def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_i
     (tmp_path / "undisturbed").mkdir()
     undisturbed = start(start_job, tmp_path / "undisturbed", num_batches=700, uneven=True, pace=0)
     assert undisturbed.finish_nn_worker() == 0, undisturbed.nn_worker.output
-    job = start(start_job, tmp_path, gates=[100, 250, 400, 500], num_batches=700, uneven=True)
+    job = start(start_job, tmp_path, gates=[100, 250, 400, 500, 650], num_batches=700, uneven=True)
     await_batch(job, 99)
     assert loads(job) == (2.0, 0)
     # One of the new servers dies: the old ones continue.
@@ -167,6 +167,7 @@ def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_i
     # Another number of servers is placed by load, too: by default, the second of four would have none.
     measured[:] = [tmp_path / "gate-4"]
     assert job.cluster.resize(4).num_moved_shards > 0
+    (tmp_path / "gate-5").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
     check_equal(job, undisturbed, tmp_path / "rows", tmp_path / "undisturbed" / "rows", num_batches=700)
     # A server that has restarted knows which rows a checkpoint has for it.
