@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+from numpy.typing import NDArray
+
 from persia import env
 from persia.errors import DeadlineExceededError, FailedPreconditionError, InternalError, UnavailableError
-from persia.launcher.placement import place
+from persia.launcher.placement import largest_share, place
+from persia.logger import get_default_logger
 from persia.messaging.payloads import MovedShards
 from persia.messaging.session import NatsSession
 from persia.roles.elastic import ResizeReport, ResizeRequest, Step
@@ -29,6 +33,9 @@ _SHORT_ROUND_S, _LONGER_ROUND_S = 0.05, 0.1
 _TRYING_S = 10.0
 # What all old servers together may take of the processors for the copy.
 _PERCENT = 8
+# How long the load is measured: a pause at least, then until so many rows of the sample were counted.
+_MEASURE_S, _MEASURE_PAUSE_S = 10.0, 2.0
+_ENOUGH_ROWS = 1 << 17
 
 
 def servers(generation: int, number: int) -> list[Server]:
@@ -62,7 +69,38 @@ def check_replaceable(reports: Sequence[ResizeReport]) -> None:
 
 def place_by_load(session: NatsSession, old: Sequence[Server], num_servers: int) -> MovedShards:
     """The placement of new servers. FailedPreconditionError: as `place`."""
-    return place([report.loads for report in ask_all(session, old, Step.MEASURE)], num_servers)
+    moved = place(_measure(session, old), num_servers)
+    if moved:  # said first: rows beyond the capacity of a server would be evicted
+        get_default_logger().info(
+            "%d virtual shards are placed by load: one server gets about %.2f of the mean number of rows; "
+            "compare it with embedding_parameter_server_config.capacity",
+            len(moved),
+            largest_share(moved, num_servers),
+        )
+    return moved
+
+
+def _measure(session: NatsSession, old: Sequence[Server]) -> NDArray[np.float64]:
+    """What each server looks up by virtual shard over the same time. Servers count since their start, and
+    some may have started later than others."""
+    began, before = _counts(session, old)
+    grown = np.zeros_like(before)
+    measuring = Attempts(_MEASURE_S, pause_s=_MEASURE_PAUSE_S)
+    for _ in measuring:
+        incarnations, now = _counts(session, old)
+        if incarnations != began:  # a server was started again, and counts from 0
+            began, before = incarnations, now
+            measuring.progressed()
+        grown = np.maximum(now - before, 0)  # threads that count at once may lose some
+        if grown.sum() >= _ENOUGH_ROWS:
+            break
+    return grown
+
+
+def _counts(session: NatsSession, old: Sequence[Server]) -> tuple[list[str], NDArray[np.float64]]:
+    reports = ask_all(session, old, Step.MEASURE)
+    counts = np.array([report.loads for report in reports], dtype=np.float64)
+    return [report.incarnation for report in reports], counts
 
 
 def targets_of(reports: Sequence[ResizeReport]) -> Targets:

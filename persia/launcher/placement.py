@@ -1,6 +1,7 @@
 """Which server of the next generation has which virtual shard: by the load that was measured (ADR 67).
 
-In: counts of looked up rows by virtual shard. Out: the shards that another server has than the default one.
+In: how many rows each server has looked up, by virtual shard and over the same time. Out: the shards that
+another server has than the default one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from persia.errors import FailedPreconditionError
 from persia.messaging.payloads import MovedShards
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS
 
 # The busiest server by the mean. Below the first, no shard is moved; a change of the servers costs more.
 _EVEN = 1.05
@@ -21,7 +23,7 @@ _LEAST_GAIN = 0.05
 _DEVIATIONS = 3.0  # counts are samples: the imbalance that chance alone gives is no reason either
 
 
-def place(loads: Sequence[Sequence[int]], num_servers: int) -> MovedShards:
+def place(loads: Sequence[Sequence[int]] | NDArray[np.float64], num_servers: int) -> MovedShards:
     """Places the shards of servers with these loads, each by virtual shard, on `num_servers` new ones.
 
     FailedPreconditionError: there are to be as many servers as before, and their load would be no more even.
@@ -31,11 +33,20 @@ def place(loads: Sequence[Sequence[int]], num_servers: int) -> MovedShards:
     moved = _balance(of_shards, by_default, num_servers)
     after = imbalance(_by_server(of_shards, moved, num_servers))
     if num_servers == len(loads):
-        _check_gain(of_shards, imbalance([sum(one) for one in loads]), after, num_servers)
+        _check_gain(of_shards, imbalance(np.array(loads).sum(axis=1)), after, num_servers)
     elif imbalance(_by_server(of_shards, by_default, num_servers)) < after + _LEAST_GAIN:
         return ()
     (shards,) = np.nonzero(moved != by_default)
     return tuple((int(shard), int(moved[shard])) for shard in shards)
+
+
+def largest_share(moved: MovedShards, num_servers: int) -> float:
+    """Virtual shards of the server that gets most of them, by the mean: so are its rows, as all shards have
+    about as many."""
+    servers = np.arange(NUM_VIRTUAL_SHARDS) % num_servers
+    for shard, server in moved:
+        servers[shard] = server
+    return imbalance(_by_server(np.ones(NUM_VIRTUAL_SHARDS), servers, num_servers))
 
 
 def _expected(counts: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -87,7 +98,7 @@ def _by_server(
 def _check_gain(loads: NDArray[np.float64], before: float, after: float, num_servers: int) -> None:
     if not loads.any():
         raise FailedPreconditionError(
-            "no load of the parameter servers was measured yet: try again once the job trains"
+            "no load of the parameter servers was measured for some seconds: try again while the job trains"
         )
     if before < _even(loads, num_servers):
         raise FailedPreconditionError(

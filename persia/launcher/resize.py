@@ -62,9 +62,9 @@ def command(
     within some tens of milliseconds, and the old servers end. No batch fails, and each update is applied
     once. Meanwhile all rows are in memory twice.
 
-    The new servers have the rows such that the load which was measured lately is even among them. If it is
-    even anyhow, rows are placed by hash alone. `load_imbalance` in the status of an embedding worker shows
-    the load of the busiest server by the mean.
+    First the load is measured, for 2 to 10 seconds. The new servers have the rows such that it is even among
+    them. If it is even anyhow, rows are placed by hash alone. `load_imbalance` in the status of an embedding
+    worker shows the load of the busiest server by the mean.
 
     If anything fails before the new servers take over, they end, and the old ones continue. If the new ones
     fail later, that is the death of parameter servers. Ends with exit code 1 both times. No checkpoint can be
@@ -72,7 +72,7 @@ def command(
 
     Not possible with standbys, storage tiers, incremental updates, admit_after, time_to_live_sec or min_norm.
     """
-    if (parameter_servers is None) != (rebalance and generation is None):
+    if (parameter_servers is None) != rebalance or (rebalance and generation is not None):
         raise click.UsageError("give either --parameter-servers or --rebalance")
     with job_session(nats_url, job_name, name="resize", role="admin") as session:
         if generation is None:

@@ -24,15 +24,14 @@ from persia.config.slots_config import MAX_SLOT_MODES
 from persia.errors import CorruptionError, DeadlineExceededError, FailedPreconditionError, PersiaError
 from persia.logger import get_default_logger
 from persia.messaging.interface import Registration, Session
-from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards, check_moved_shards
 from persia.messaging.subjects import EMBEDDING_WORKER, ROLES
 from persia.validation import Count, complaint
 from persia.waiting import Attempts
 
 _FIRST_ROUND_S = 0.1
 _LONGEST_ROUND_S = 1.0
-# An answer older than this may come from a service that has died since; several of the longest rounds, as a
-# loaded machine may answer late.
+# Older answers may be of services that have died; several of the longest rounds, as a machine may be busy.
 _FRESH_S = 5.0
 # How long a newcomer waits for the answers of others: longer if it does not hear its own, on a busy machine.
 _CONFLICT_WINDOWS_S = (0.3, 0.6, 1.2, 2.4, 4.8)
@@ -99,6 +98,7 @@ class ServiceInfo(JsonMessage):
     def _check(self) -> ServiceInfo:
         if self.index >= self.replicas:
             raise CorruptionError(f"index {self.index} of {self.replicas} replicas is impossible")
+        check_moved_shards(self.moved_shards, self.replicas)
         if self.role == EMBEDDING_WORKER and not self.slot_modes:
             raise CorruptionError("slot_modes is empty, and an embedding worker has slots")
         return self

@@ -24,7 +24,16 @@ MAX_REPLICAS = 65_536  # bounds what one message can make a receiver count
 Stripe = Annotated[tuple[Count, ...], Field(min_length=1, max_length=1 << 20)]
 Stripes = Annotated[tuple[Stripe, ...], Field(max_length=1024)]
 # Virtual shards that another parameter server has than the default one, and their servers (ADR 67).
-MovedShards = Annotated[tuple[tuple[Count, Count], ...], Field(max_length=4096)]
+_MovedShard = tuple[Annotated[Count, Field(lt=4096)], Annotated[Count, Field(lt=MAX_REPLICAS)]]
+MovedShards = Annotated[tuple[_MovedShard, ...], Field(max_length=4096)]
+
+
+def check_moved_shards(moved: MovedShards, num_servers: int) -> None:
+    """Raises `CorruptionError` for a placement that these servers cannot have."""
+    if len({shard for shard, _ in moved}) < len(moved):
+        raise CorruptionError("moved_shards has a virtual shard twice")
+    if any(server >= num_servers for _, server in moved):
+        raise CorruptionError(f"moved_shards has another server than {num_servers} replicas")
 
 
 class ReplyStatus(IntEnum):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from pydantic import StrictBool
+from pydantic import StrictBool, model_validator
 
 from persia import env
 from persia.checkpoint.protocol import Request, Verb
@@ -21,6 +21,7 @@ from persia.checkpoint.server_job import max_processors
 from persia.checkpoint.service import CheckpointService
 from persia.config import GlobalConfig
 from persia.errors import (
+    CorruptionError,
     DeadlineExceededError,
     FailedPreconditionError,
     ResourceExhaustedError,
@@ -33,6 +34,7 @@ from persia.messaging.payloads import JsonMessage, MovedShards
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.lifetime import ServerOptions, address_of, wait_for_stop
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS
 from persia.validation import Count
 
 if TYPE_CHECKING:
@@ -49,7 +51,7 @@ class Step(Enum):
     """What the coordinator asks of a server."""
 
     WHO = "who"
-    MEASURE = "measure"  # of an old one: how much load each virtual shard had lately
+    MEASURE = "measure"  # of an old one: how much load each virtual shard has had
     COPY = "copy"  # of an old one: send your rows and their changes to the new ones
     HAND_OVER = "hand over"  # of an old one: answer nothing any more, and send what has changed last
     GIVE_UP = "give up"  # of an old one: forget the new ones, and answer again
@@ -84,7 +86,13 @@ class ResizeReport(JsonMessage):
     failure: str = ""
     was_sent_rows: StrictBool = False  # of a new one: it has begun to gather
     is_serving: StrictBool = False  # it answers requests
-    loads: tuple[Count, ...] = ()  # to MEASURE: by virtual shard
+    loads: tuple[Count, ...] = ()  # to MEASURE: since its start, by virtual shard
+
+    @model_validator(mode="after")
+    def _check(self) -> ResizeReport:
+        if len(self.loads) not in (0, NUM_VIRTUAL_SHARDS):
+            raise CorruptionError(f"loads has {len(self.loads)} numbers, not {NUM_VIRTUAL_SHARDS}")
+        return self
 
 
 def refusal_of(config: GlobalConfig) -> str:
@@ -102,13 +110,21 @@ def refusal_of(config: GlobalConfig) -> str:
 def placement_of(session: NatsSession, generation: int) -> MovedShards:
     """For a server that has restarted without rows: the placement that others of its generation have.
 
-    If all of them have restarted, none has one: then the default placement is that of all.
+    If all of them have restarted, none has one: then the default placement is that of all. That others answer
+    too late is found later (`ElasticServer.wait`).
     """
     for _ in range(_SILENT_LOOKS):
-        for server in Directory(session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S / 2):
-            if server.generation == generation:
-                return server.moved_shards
+        found = Directory(session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S / 2)
+        if tables := [server.moved_shards for server in found if server.generation == generation]:
+            return max(tables, key=len)  # one without moved shards may have restarted, too
     return ()
+
+
+def _pause(replicas: int, news: threading.Event) -> None:
+    """Between two looks. Every server answers each look, so more of them look less often, but several times
+    in the deadline."""
+    num_pauses = max(1, min(replicas // _SERVERS_PER_LOOK, int(env.get_deadline_s() / 10 / _LOOK_S)))
+    any(news.wait(_LOOK_S) for _ in range(num_pauses))  # in steps, as `wait_for_stop`
 
 
 class ElasticServer:
@@ -125,6 +141,7 @@ class ElasticServer:
         self._session, self._server, self._config = session, server, config
         self._address = address_of(options, port)
         self._has_rows = options.sources == 0
+        self._was_new = options.sources > 0
         self._lock = threading.Lock()  # between a change and a checkpoint
         self._checkpoints: CheckpointService | None = None
         self._advertiser: Advertiser | None = None
@@ -156,31 +173,58 @@ class ElasticServer:
         self._registration = self._session.respond(self._subject, self._answer)
 
     def wait(self) -> None:
-        """Until a signal. Returns for a new server that is too late: its predecessor was sent the rows.
+        """Until a signal. Returns for a server that is to start again: a new one that is too late for its
+        rows, or one that did not hear which placement its generation has."""
+        assert self._advertiser is not None
+        news = threading.Event()
+        joined = self._session.subjects.advertise(EMBEDDING_PARAMETER_SERVER)
+        # A server that begins to serve, or is connected again, says so to all.
+        with contextlib.closing(self._session.subscribe(joined, lambda _event: news.set())):
+            if self._is_late(self._advertiser, news) or self._is_misplaced(self._advertiser, news):
+                return
+        wait_for_stop()
+
+    def _is_late(self, advertiser: Advertiser, news: threading.Event) -> bool:
+        """Returns once the first rows have come. True for a new server whose predecessor was sent the rows.
 
         That is so if another one of its generation serves, before which all had their rows. If all have lost
         them, those whose rows they were do not answer any more.
         """
-        assert self._advertiser is not None
-        info, news, deadline_s = self._advertiser.info, threading.Event(), env.get_deadline_s()
-        last_seen, num_silent = time.monotonic(), 0
-        # Every server answers each look, so more of them look less often, but several times in the deadline.
-        # A server that begins to serve says so to all.
-        num_pauses = max(1, min(info.replicas // _SERVERS_PER_LOOK, int(deadline_s / 10 / _LOOK_S)))
-        joined = self._session.subjects.advertise(EMBEDDING_PARAMETER_SERVER)
-        with contextlib.closing(self._session.subscribe(joined, lambda _event: news.set())):
-            while not self._has_rows and not self._server.was_sent_rows:
-                news.clear()
-                is_late, is_early = self._look(self._advertiser)
-                now = time.monotonic()
-                last_seen, num_silent = (now, 0) if is_early else (last_seen, num_silent + 1)
-                is_late = is_late or (num_silent >= _SILENT_LOOKS and now - last_seen > deadline_s)
-                # Asked again: the first rows, and the end of it all, may have come meanwhile.
-                if is_late and not self._has_rows and not self._server.was_sent_rows:
-                    get_default_logger().warning("%s: its rows are lost, and it begins without", info)
-                    return
-                any(news.wait(_LOOK_S) for _ in range(num_pauses))  # in steps, as `wait_for_stop`
-        wait_for_stop()
+        deadline_s, last_seen, num_silent = env.get_deadline_s(), time.monotonic(), 0
+        while not self._has_rows and not self._server.was_sent_rows:
+            news.clear()
+            is_late, is_early = self._look(advertiser)
+            now = time.monotonic()
+            last_seen, num_silent = (now, 0) if is_early else (last_seen, num_silent + 1)
+            is_late = is_late or (num_silent >= _SILENT_LOOKS and now - last_seen > deadline_s)
+            # Asked again: the first rows, and the end of it all, may have come meanwhile.
+            if is_late and not self._has_rows and not self._server.was_sent_rows:
+                get_default_logger().warning("%s: its rows are lost, and it begins without", advertiser.info)
+                return True
+            _pause(advertiser.info.replicas, news)
+        return False
+
+    def _is_misplaced(self, advertiser: Advertiser, news: threading.Event) -> bool:
+        """For a server that has restarted, and has the default placement: returns once all others of its
+        generation have it, too, or True once one has another."""
+        own, agreed = advertiser.info, set[int]()
+        if not own.generation or self._was_new or own.moved_shards:
+            return False
+        # Not for longer: a server that was replaced may wake, and say what was true before.
+        while len(agreed) < own.replicas - 1 and self.is_serving:
+            news.clear()
+            with contextlib.suppress(UnavailableError, DeadlineExceededError):
+                found = Directory(self._session).present(EMBEDDING_PARAMETER_SERVER, _LOOK_S)
+                others = [one for one in found if one.generation == own.generation and one.index != own.index]
+                if placed := [one for one in others if one.moved_shards]:
+                    get_default_logger().warning(
+                        "%s begins again: %s has another placement of virtual shards", own, placed[0]
+                    )
+                    return True
+                agreed.update(one.index for one in others)
+            if len(agreed) < own.replicas - 1:
+                _pause(own.replicas, news)
+        return False
 
     def _look(self, advertiser: Advertiser) -> tuple[bool, bool]:
         """Whether a server of this generation answers requests, and whether one of an older one may live."""
@@ -260,7 +304,8 @@ class ElasticServer:
         assert self._advertiser is not None
         self._server.serve()
         if not self._has_rows:
-            self._has_rows = True
+            # First: once it has its rows, another thread may answer who it is.
             self._advertiser.change(moved_shards=tuple(self._server.moved_shards))
+            self._has_rows = True
             self._advertiser.publish_again()
             get_default_logger().info("%s has its rows, and answers", self._advertiser.info)

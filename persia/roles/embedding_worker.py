@@ -104,7 +104,8 @@ def _start_with_servers(
     schema = slots.schema_hash()
     # The number of servers decides which server holds a row, so the worker cannot exist before it is known.
     servers = directory.wait_for(EMBEDDING_PARAMETER_SERVER, env.get_deadline_s(), schema=schema)
-    generation, moved_shards = servers[0].generation, servers[0].moved_shards
+    # One without moved shards may have restarted, and not know of them yet.
+    generation, moved_shards = _placement_of(max(servers, key=lambda server: len(server.moved_shards)))
     worker = _make_worker(
         options, config, slots, len(servers), generation=generation, moved_shards=moved_shards
     )
@@ -235,6 +236,15 @@ class ServerLinks:
                 self._gather(server)
 
     def _gather(self, server: ServiceInfo) -> None:
+        if server.generation == self._placement[0] and self._next.get(server.index) != server:
+            get_default_logger().error(
+                "%s has %d moved virtual shards, and this worker knows %d of the same generation %d: lookups "
+                "of its rows wait until it has begun again, or all others have; end it if it does not",
+                server,
+                len(server.moved_shards),
+                len(self._placement[1]),
+                server.generation,
+            )
         known = next(iter(self._next.values()), server)
         if server.generation < known.generation:  # it was replaced before it was known
             return
@@ -243,13 +253,13 @@ class ServerLinks:
         self._next[server.index] = server
         if len(self._next) < server.replicas:
             return
-        self._servers, self._next = self._next, {}
-        self._num_servers, self._placement = server.replicas, _placement_of(server)
         self._worker.replace_servers(
-            [self._servers[index].address for index in range(server.replicas)],
+            [self._next[index].address for index in range(server.replicas)],
             generation=server.generation,
             moved_shards=server.moved_shards,
         )
+        self._servers, self._next = self._next, {}
+        self._num_servers, self._placement = server.replicas, _placement_of(server)
         get_default_logger().info("%d parameter servers have replaced those of before", server.replicas)
 
     def _connect(self, server: ServiceInfo) -> None:

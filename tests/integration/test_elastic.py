@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 from benchmarks.chaos.job import Outcome, Settings, descendants, differences, started, trained_by
 from benchmarks.chaos.job import undisturbed as undisturbed_chaos
 from persia.errors import FailedPreconditionError, UnavailableError
+from persia.launcher import hand_over
 from persia.messaging.discovery import Directory
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, EMBEDDING_WORKER
 from persia.observability.status import job_status
@@ -34,17 +35,17 @@ def start(
     start_job: Any,
     folder: Path,
     *,
-    gate: bool = False,
+    gates: Sequence[int] = (),
+    num_batches: int = NUM_BATCHES,
     uneven: bool = False,
     pace: float = 0.01,
     **options: Any,
 ) -> Any:
-    # The gate leaves batches for what is to be seen of the last servers.
-    gated = ("--gate", str(folder / "gate"), "--gate-at", str(NUM_BATCHES - 40)) if gate else ()
+    gated = [option for gate in gates for option in ("--gate-at", str(gate))]
     return start_job(
         *("--reproducible", "--staleness", "1", "--dump", str(folder / "rows"), "--dump-at-the-end"),
-        *("--pace", str(pace), *gated),
-        loaders=[["--batches", str(NUM_BATCHES), *(["--uneven"] if uneven else [])]],
+        *("--pace", str(pace), "--gate", str(folder / "gate"), *gated),
+        loaders=[["--batches", str(num_batches), *(["--uneven"] if uneven else [])]],
         parameter_servers=2,
         embedding_workers=2,
         env={"PERSIA_DEADLINE_SEC": "300"},
@@ -76,9 +77,11 @@ def kill_when_it_runs(job: Any, name: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_more_servers_and_fewer_give_the_bits_of_a_job_that_keeps_its_own(
-    start_job: Any, undisturbed: Any, tmp_path: Path
+    start_job: Any, undisturbed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = start(start_job, tmp_path, gate=True)
+    monkeypatch.setattr(hand_over, "_MEASURE_S", 0.0)  # the rows are to move while batches are left
+    # The gate leaves batches for what is to be seen of the last servers.
+    job = start(start_job, tmp_path, gates=[NUM_BATCHES - 40])
     await_batch(job, 20)
     with pytest.raises(FailedPreconditionError, match="2 parameter servers already"):
         job.cluster.resize(2)
@@ -110,40 +113,63 @@ def loads(job: Any) -> tuple[float, int]:
         workers = Directory(job.cluster.session).present(EMBEDDING_WORKER, 1.0)
         for status in job_status(workers[:1]):
             stats = {} if status.values is None else status.values["stats"]
-            if "load_imbalance" in stats:
+            # Without any load, the imbalance is 1.
+            if any(load["num_looked_up_rows"] for load in stats.get("server_loads", [])):
                 return stats["load_imbalance"], stats["num_moved_shards"]
     raise AssertionError("no worker has asked its servers")
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that appear once a measurement of the load has begun. It ends after some rows, not some time."""
+    to_appear: list[Path] = []
+    counts = hand_over._counts
+
+    def count(*servers: Any) -> Any:
+        counted = counts(*servers)
+        for path in to_appear:
+            path.touch()
+        return counted
+
+    monkeypatch.setattr(hand_over, "_counts", count)
+    monkeypatch.setattr(hand_over, "_MEASURE_S", 240.0)
+    monkeypatch.setattr(hand_over, "_ENOUGH_ROWS", 200)
+    return to_appear
+
+
 @pytest.mark.timeout(900)
 def test_rebalanced_servers_have_an_even_load_and_the_bits_of_a_job_that_keeps_its_own(
-    start_job: Any, tmp_path: Path
+    start_job: Any, tmp_path: Path, measured: list[Path]
 ) -> None:
     (tmp_path / "undisturbed").mkdir()
-    undisturbed = start(start_job, tmp_path / "undisturbed", uneven=True, pace=0)
+    undisturbed = start(start_job, tmp_path / "undisturbed", num_batches=700, uneven=True, pace=0)
     assert undisturbed.finish_nn_worker() == 0, undisturbed.nn_worker.output
-    job = start(start_job, tmp_path, gate=True, uneven=True, pace=0.04)
-    await_batch(job, 150)
+    job = start(start_job, tmp_path, gates=[100, 250, 400, 500, 650], num_batches=700, uneven=True)
+    await_batch(job, 99)
     assert loads(job) == (2.0, 0)
     # One of the new servers dies: the old ones continue.
     killer = threading.Thread(target=kill_when_it_runs, args=(job, f"{SERVER}-1-generation-1"))
     killer.start()
+    measured[:] = [tmp_path / "gate"]
     with pytest.raises(UnavailableError, match=f"{SERVER}-1-generation-1 was ended by SIGKILL"):
         job.cluster.rebalance()
     killer.join()
     assert names(job) == [f"{SERVER}-0", f"{SERVER}-1"]
+    measured[:] = [tmp_path / "gate-2"]
     state = job.cluster.rebalance()
     assert (state.before, state.after, state.failure) == (2, 2, "")
     assert names(job) == [f"{SERVER}-{index}-generation-2" for index in range(2)]
-    await_batch(job, NUM_BATCHES - 41)
+    (tmp_path / "gate-3").touch()
+    await_batch(job, 499)  # the last hundred, at least, are of the new servers
     imbalance, num_moved = loads(job)
     assert imbalance < 1.4  # it was placed by some hundred sampled rows
     assert num_moved == state.num_moved_shards > 0
     # Another number of servers is placed by load, too: by default, the second of four would have none.
+    measured[:] = [tmp_path / "gate-4"]
     assert job.cluster.resize(4).num_moved_shards > 0
-    (tmp_path / "gate").touch()
+    (tmp_path / "gate-5").touch()
     assert job.finish_nn_worker() == 0, job.nn_worker.output
-    check_equal(job, undisturbed, tmp_path / "rows", tmp_path / "undisturbed" / "rows")
+    check_equal(job, undisturbed, tmp_path / "rows", tmp_path / "undisturbed" / "rows", num_batches=700)
     # A server that has restarted knows which rows a checkpoint has for it.
     job.cluster.restart(f"{SERVER}-0-of-4")
     restarted, other, *_ = Directory(job.cluster.session).wait_for(EMBEDDING_PARAMETER_SERVER, 120.0)

@@ -65,6 +65,8 @@ def test_servers_are_replaced_by_as_many_once_for_each_wish_to_rebalance() -> No
         Resize(stage=Stage.STARTING, replicas=1, wish=job.wish, generation=1, since=time_text(NOW)),
         3,
     )
+    (event,) = plan.events
+    assert event.message == "embeddingParameterServer.rebalance: 3, while the training continues"
     started = one_pass(job, plan.status, everything(job))
     (spec,) = sets(started).values()
     assert "--replica-size=1 --generation=1 --sources=1" in command(spec)
@@ -75,6 +77,18 @@ def test_servers_are_replaced_by_as_many_once_for_each_wish_to_rebalance() -> No
     assert one_pass(raised, replace(RUNNING, rebalance=3), everything(raised)).status.resize is not None
     refused = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 4}, resizeCheckpoint="/rows")
     assert one_pass(refused, RUNNING, everything(refused)).status.resize is None
+
+
+def test_a_job_that_starts_with_a_number_for_rebalance_keeps_its_servers() -> None:
+    job = make_job(embeddingParameterServer={"replicas": 1, "rebalance": 3})
+    for before in (JobStatus(), replace(RUNNING, phase=Phase.SUSPENDED, restarts=2)):
+        status = one_pass(job, before, Observation(objects={})).status
+        assert status.rebalance == 3
+        running = replace(RUNNING, rebalance=status.rebalance)
+        assert one_pass(job, running, everything(job)).status.resize is None
+    # Raised while the training is started again: the servers have stayed, and their load, too.
+    again = one_pass(job, replace(RUNNING, phase=Phase.PENDING, restarts=1), everything(job)).status
+    assert again.rebalance == 0
 
 
 def test_new_servers_start_beside_the_old_ones_which_are_left_alone() -> None:

@@ -87,8 +87,8 @@ def _is_wanted(situation: Situation) -> bool:
 
 def _begin(situation: Situation) -> None:
     wanted, has = _wanted(situation), situation.scale.replicas[Role.PARAMETER_SERVER]
-    text = f"{FIELD}.replicas: {wanted} instead of {has}, while the training continues"
-    situation.event("Resizing", text)
+    wish = f"rebalance: {_rebalance(situation)}" if wanted == has else f"replicas: {wanted} instead of {has}"
+    situation.event("Resizing", f"{FIELD}.{wish}, while the training continues")
     delete_rows_pods(situation)  # those of an earlier resize hold the names
     # Never one that has failed: a server of it may still run where its node cannot be reached.
     generation = max(situation.before.server_generation, situation.before.last_generation) + 1

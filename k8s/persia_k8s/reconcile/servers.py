@@ -12,7 +12,7 @@ from persia_k8s.names import PAIR, Role, object_name, pod_name
 from persia_k8s.observation import PodView
 from persia_k8s.reconcile import certificates, finish, health, resize
 from persia_k8s.reconcile.plan import Situation
-from persia_k8s.status import Stage
+from persia_k8s.status import Phase, Stage
 
 _RESIZE_REFUSED = (
     "embeddingParameterServer.replicas: {wanted} is refused, the job continues with {has}: rows of "
@@ -54,7 +54,11 @@ def provide(situation: Situation, *, has_training: bool) -> bool:
     """
     plan, scale = situation.plan, situation.scale
     certificates.provide(situation)
-    situation.update(standbys=situation.job.spec.embedding_parameter_server.standbys)
+    section, before = situation.job.spec.embedding_parameter_server, situation.before
+    situation.update(standbys=section.standbys)
+    # Only a number that is raised later asks for something: the servers begin as the spec has them.
+    if before.phase is Phase.PENDING and not before.attempt:
+        situation.update(rebalance=section.rebalance)
     for manifest in [*network_policies(situation.job), *services(situation.job)]:
         _apply_if_different(situation, manifest)
     _apply_gangs(situation)

@@ -35,6 +35,7 @@ def resume(situation: Situation) -> None:
         situation.plan.look_again_s = 0.5
         return
     situation.update(phase=Phase.PENDING, suspensions=situation.before.suspensions + 1, loader_restarts=0)
+    situation.update(rebalance=situation.job.spec.embedding_parameter_server.rebalance)  # as at a first start
     situation.set_condition(_CONDITION, False, "Resumed")
     situation.event("Resumed", "the job starts again")
     situation.plan.look_again_s = 0.0

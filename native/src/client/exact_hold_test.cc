@@ -186,6 +186,20 @@ TEST(RowsOfRankTest, ARefusedAnswerKeepsTheRowsOfABatchInFlight) {
   EXPECT_EQ(Take(Must(rank.rows->Pool(reference))), before);
 }
 
+// All have restarted, and have forgotten the placement of their generation.
+TEST(RowsOfRankTest, ServersThatRestartWithoutTheirPlacementAreAnErrorUnderBatchesInFlight) {
+  Cluster cluster(2);
+  ByHand rank(cluster);
+  const auto first = rank.Begin(), second = rank.Begin();
+  ASSERT_TRUE(rank.rows->Arrive(first.batch, 0, rank.Answer(first)).ok());
+  worker::WholeRows restarted = rank.Answer(second);
+  const std::vector<MovedShard> moved = {{.shard = 0, .server = 1}};
+  restarted.placement = Must(Placement::Create(2, restarted.placement.generation(), moved));
+  for (uint64_t& incarnation : restarted.incarnations) ++incarnation;
+  const Status failed = rank.rows->Arrive(second.batch, 0, restarted).status();
+  EXPECT_EQ(failed.code(), StatusCode::kFailedPrecondition) << failed.ToString();
+}
+
 // Whether rows were changed while servers were added cannot be told from the incarnations.
 TEST(RowsOfRankTest, AnotherNumberOfServersEndsTheHoldOfAnIdleRank) {
   Cluster cluster(1);

@@ -152,8 +152,10 @@ bool ExactRows::AreOthers(std::span<const uint64_t> incarnations) const {
 // ones. One that replaces another with all rows cannot be told from it.
 Status ExactRows::CheckServers(const worker::WholeRows& answer) {
   PERSIA_RETURN_IF_ERROR(status_);
-  // Servers of another placement have taken over the rows and the updates of those before.
-  if (answer.placement == placement_ && AreOthers(answer.incarnations)) {
+  // Servers of another generation have taken over the rows and the updates of those before. Servers
+  // of the same one with other moved shards have restarted.
+  if (answer.placement.num_servers() == placement_.num_servers() &&
+      answer.placement.generation() == placement_.generation() && AreOthers(answer.incarnations)) {
     return status_ = FailedPrecondition(
                "a parameter server was started again, or its rows were set, cleared or loaded, "
                "while consistency='exact' held rows of ",

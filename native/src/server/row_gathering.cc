@@ -75,6 +75,9 @@ Status RowGathering::TakeRows(std::span<const std::byte> body) {
 
 // Sources that do not agree on the placement have sent rows to the wrong servers.
 Status RowGathering::TakeEnd(uint32_t source, std::span<const std::byte> moved) {
+  if (moved.size() % sizeof(MovedShard) != 0) {
+    return InvalidArgument("moved shards of ", moved.size(), " bytes");
+  }
   const auto* begin = reinterpret_cast<const MovedShard*>(moved.data());
   PERSIA_ASSIGN_OR_RETURN(
       const Placement of_source,

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -274,9 +275,10 @@ TEST(RowTransferTest, FailsWhereANewServerEnds) {
 TEST(RowTransferTest, PiecesAreTakenOnceAndInTurn) {
   Fleet next(1, 2);
   const uint64_t target = next.servers[0]->incarnation();
-  const auto send = [&](uint32_t piece, uint32_t source, uint64_t sender, ReplicateKind kind) {
+  const auto send = [&](uint32_t piece, uint32_t source, uint64_t sender, ReplicateKind kind,
+                        std::span<const std::byte> body = {}) {
     return net::Call(*next.channels[0], kReplicate,
-                     {sender, target, kind, 0, PieceNumber(piece, source), {}}, Soon())
+                     {sender, target, kind, 0, PieceNumber(piece, source), body}, Soon())
         .code();
   };
   EXPECT_EQ(send(1, 0, 7, ReplicateKind::kCopyEnd), StatusCode::kFailedPrecondition);
@@ -284,6 +286,8 @@ TEST(RowTransferTest, PiecesAreTakenOnceAndInTurn) {
   EXPECT_EQ(send(0, 0, 7, ReplicateKind::kCopyRows), StatusCode::kOk);  // late: it is not looked at
   EXPECT_EQ(send(1, 0, 8, ReplicateKind::kCopyEnd), StatusCode::kFailedPrecondition);
   EXPECT_EQ(send(0, 2, 7, ReplicateKind::kCopyEnd), StatusCode::kInvalidArgument);
+  const std::array<std::byte, 3> cut_off = {};
+  EXPECT_EQ(send(1, 0, 7, ReplicateKind::kCopyEnd, cut_off), StatusCode::kInvalidArgument);
   EXPECT_EQ(send(1, 0, 7, ReplicateKind::kCopyEnd), StatusCode::kOk);
   EXPECT_EQ(next.servers[0]->Serve().code(), StatusCode::kFailedPrecondition);
   EXPECT_EQ(send(0, 1, 9, ReplicateKind::kCopyEnd), StatusCode::kOk);

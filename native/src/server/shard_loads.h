@@ -1,6 +1,6 @@
-// ShardLoads: how many rows of each virtual shard a server has looked up lately, by a sample.
+// ShardLoads: how many rows of each virtual shard a server has looked up, by a sample.
 //
-// A change of the servers places virtual shards by it (ADR 67). Thread-safe.
+// A change of the servers places virtual shards by how much the counts grow (ADR 67). Thread-safe.
 #pragma once
 
 #include <array>
@@ -19,20 +19,16 @@ class ShardLoads {
   void Count(std::span<const uint64_t> signs) {
     if (num_requests_.fetch_add(1, std::memory_order_relaxed) % kRequestsPerSample == 0) Add(signs);
   }
-  // By virtual shard.
+  // By virtual shard. Counts only grow: those of two servers can be compared over the same time.
   std::vector<uint64_t> counts() const { return {counts_.begin(), counts_.end()}; }
 
  private:
   // A prime number: workers that ask for their slots by turns are all sampled.
   static constexpr uint64_t kRequestsPerSample = 17;
-  // Then all counts are halved, so that older requests weigh less. Several hundred rows for each
-  // virtual shard: the load of a server is exact to less than a percent.
-  static constexpr uint64_t kMaxCounted = uint64_t{1} << 21;
 
   void Add(std::span<const uint64_t> signs);
 
   std::atomic<uint64_t> num_requests_ = 0;
-  std::atomic<uint64_t> num_counted_ = 0;
   std::array<std::atomic<uint64_t>, kNumVirtualShards> counts_ = {};
 };
 

@@ -62,7 +62,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embedded-loader", type=int, default=0, help="batches to feed, without a broker")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds between batches")
     parser.add_argument("--gate", type=Path, default=None, help="wait for this file before batch --gate-at")
-    parser.add_argument("--gate-at", type=int, default=-1)
+    parser.add_argument(
+        "--gate-at", type=int, action="append", default=[], help="N; at the second one, for GATE-2, and so on"
+    )
     parser.add_argument(
         "--ahead", type=int, default=0, help="batches in flight before the first step and at the gate"
     )
@@ -102,12 +104,15 @@ def train(ctx: TrainCtx, options: argparse.Namespace, report: dict[str, Any]) ->
         report["workers"].append(batch.result.reference.worker_index)
         if position == 0:
             wait_until_ahead(ctx, options.ahead)
-        if position == options.gate_at:
+        if position in options.gate_at:
             from loader import wait_for_gate
 
             wait_until_ahead(ctx, options.ahead)
             print("at the gate", flush=True)
-            wait_for_gate(options.gate)
+            number = options.gate_at.index(position) + 1
+            wait_for_gate(
+                options.gate if number == 1 else options.gate.with_name(f"{options.gate.name}-{number}")
+            )
         time.sleep(options.pace)
         assert batch.meta == str(batch.batch_id).encode()
         report["max_in_flight"] = max(report["max_in_flight"], ctx.staleness.in_flight)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from persia.errors import FailedPreconditionError
-from persia.launcher.placement import imbalance, place
+from persia.launcher.placement import imbalance, largest_share, place
 from persia.storage.manifest import NUM_VIRTUAL_SHARDS
 
 SHARDS = np.arange(NUM_VIRTUAL_SHARDS)
@@ -39,6 +39,11 @@ def test_what_chance_has_added_to_a_sample_is_not_placed() -> None:
     sample = np.random.default_rng(3).poisson(loads)
     moved = place(of_servers(sample, 2), 2)
     assert imbalance(by_server(loads, moved, 2)) < 1.03
+
+
+def test_the_server_with_the_most_virtual_shards_is_told() -> None:
+    assert largest_share((), 2) == 1.0
+    assert largest_share(tuple((shard, 1) for shard in range(0, 1024, 2)), 2) == 1.25
 
 
 def test_virtual_shards_without_load_stay() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -20,13 +21,14 @@ from persia.errors import (
     PersiaError,
     UnavailableError,
 )
-from persia.launcher import resize
+from persia.launcher import hand_over, resize
 from persia.launcher.process_specs import ProcessSpecs
 from persia.launcher.resizing import ResizeQuestion, Resizer, ResizeService, ResizeState
 from persia.launcher.supervisor import ProcessSpec
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import Subjects
 from persia.roles.elastic import ResizeReport, ResizeRequest, Step
+from persia.storage.manifest import NUM_VIRTUAL_SHARDS
 
 SERVER = "embedding-parameter-server"
 
@@ -51,7 +53,9 @@ class Job:
 
     def __init__(self) -> None:
         self.subjects = Subjects("job")
-        self.loads: list[tuple[int, ...]] = [()] * 3  # by server
+        self.loads: list[dict[int, int]] = [{}, {}, {}]  # by server: what each measurement adds to its counts
+        self.counts = np.zeros((3, NUM_VIRTUAL_SHARDS), dtype=int)
+        self.incarnations = [0] * 3
         self.asked: list[tuple[Step, str]] = []  # with the generation and index of the server
         self.hooks: dict[Step, Callable[[str], object]] = {}  # called with these first
         self.interrupted, self.listens = threading.Event(), threading.Event()
@@ -84,11 +88,18 @@ class Job:
         self.asked.append((step, server))
         if hook := self.hooks.get(step):
             hook(server)
-        loads = self.loads[int(server.partition(".")[2])] if step is Step.MEASURE else ()
+        index = int(server.partition(".")[2])
+        loads = self.count(index) if step is Step.MEASURE else ()
+        incarnation = f"{self.incarnations[index]:016x}"
         report = ResizeReport(
-            address="host:1", incarnation="0" * 16, state="following", round_s=0.001, loads=loads
+            address="host:1", incarnation=incarnation, state="following", round_s=0.001, loads=loads
         )
         return report.encode()
+
+    def count(self, index: int) -> tuple[int, ...]:
+        for shard, load in self.loads[index].items():
+            self.counts[index, shard] += load
+        return tuple(self.counts[index].tolist())
 
     def interrupt(self, _subject: str) -> None:
         self.interrupted.set()
@@ -111,7 +122,9 @@ class Job:
 
 
 @pytest.fixture
-def job() -> Job:
+def job(monkeypatch: pytest.MonkeyPatch) -> Job:
+    monkeypatch.setattr(hand_over, "_MEASURE_S", 0.02)
+    monkeypatch.setattr(hand_over, "_MEASURE_PAUSE_S", 0.001)
     return Job()
 
 
@@ -216,7 +229,8 @@ def test_servers_are_replaced_by_as_many_where_their_load_is_uneven(job: Job) ->
     with pytest.raises(FailedPreconditionError, match="no load"):
         job.resizer.resize(0, rebalances=True)
     assert job.new == []
-    job.loads[:2] = [(600, 0, 400, 0), (0, 100, 0, 0)]
+    job.loads[:2] = [{0: 60_000, 2: 40_000}, {1: 10_000}]
+    job.counts[1, 3] = 1_000_000  # it has been busy, and is no more
     state = job.resizer.resize(0, rebalances=True)
     assert (state.before, state.after, state.number, state.num_moved_shards) == (2, 2, 1, 1)
     assert is_running(job.old) == [False] * 2
@@ -224,6 +238,22 @@ def test_servers_are_replaced_by_as_many_where_their_load_is_uneven(job: Job) ->
     # Once more: names of processes and numbers of changes are never used twice.
     state = job.resizer.resize(0, rebalances=True)
     assert (state.number, is_running(job.processes)) == (2, [False] * 4 + [True] * 2)
+
+
+def test_a_server_that_is_started_again_while_the_load_is_measured_is_no_idle_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "_MEASURE_S", 60.0)
+    job.loads[:2] = [{0: 30_000, 2: 30_000}, {1: 30_000, 3: 30_000}]
+    job.counts[1] = 5
+
+    def restart(server: str) -> None:
+        if server == "0.1" and job.asked_for(Step.MEASURE).count(server) == 2:
+            job.incarnations[1], job.counts[1] = 1, 0
+
+    job.hooks[Step.MEASURE] = restart
+    with pytest.raises(FailedPreconditionError, match=r"is even \(the busiest has 1.00 of the mean\)"):
+        job.resizer.resize(0, rebalances=True)
 
 
 def test_no_generation_is_used_twice(job: Job) -> None:
@@ -343,3 +373,17 @@ def test_a_command_says_what_became_of_its_own_change(
     result = CliRunner().invoke(resize.command, ["--parameter-servers", "3", "--nats-url", "nats://host"])
     assert said in result.output + str(result.exception), result
     assert (result.exit_code == 0) == (last.failure == "" and last.after == 3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--rebalance", "--parameter-servers", "2"],
+        ["--rebalance", "--parameter-servers", "2", "--generation", "1"],
+    ],
+)
+def test_either_a_number_or_a_rebalance_is_asked_for(arguments: list[str]) -> None:
+    result = CliRunner().invoke(resize.command, [*arguments, "--nats-url", "nats://host"])
+    assert result.exit_code == 2
+    assert "give either --parameter-servers or --rebalance" in result.output

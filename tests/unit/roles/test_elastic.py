@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
 from dataclasses import MISSING, fields, replace
@@ -11,12 +13,13 @@ from typing import Any
 import pytest
 
 from persia.config import GlobalConfig
+from persia.errors import CorruptionError
 from persia.messaging.discovery import ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER, Subjects
 from persia.observability.sources import ParameterServerSource
 from persia.roles import elastic
-from persia.roles.elastic import ElasticServer
+from persia.roles.elastic import ElasticServer, ResizeReport
 from persia.roles.lifetime import ServerOptions
 
 
@@ -77,6 +80,61 @@ def test_a_server_that_has_restarted_asks_its_generation_for_the_placement() -> 
     assert broker.num_looks == 3  # in one, answers may be lost
     broker.serving = [info_of(2, generation=0), replace(info_of(2, generation=1), moved_shards=((7, 1),))]
     assert elastic.placement_of(broker, 1) == ((7, 1),)
+    broker.serving.insert(0, info_of(2, generation=1))  # it has restarted, too
+    assert elastic.placement_of(broker, 1) == ((7, 1),)
+
+
+def restarted(broker: Broker) -> ElasticServer:
+    """Without rows, and with the default placement."""
+    server: Any = SimpleNamespace(was_sent_rows=False, has_handed_over=False)
+    session: Any = broker
+    elastic = ElasticServer(session, server, ServerOptions(port=0, generation=1), 1, GlobalConfig())
+    elastic._advertiser = broker  # type: ignore[assignment]
+    return elastic
+
+
+@pytest.mark.parametrize("moved_shards", [(), ((7, 1),)])
+def test_a_server_that_hears_late_of_another_placement_begins_again(
+    monkeypatch: pytest.MonkeyPatch, moved_shards: Any
+) -> None:
+    broker, waits = Broker(replicas=3), []
+    first = replace(info_of(3, generation=1), index=1)
+    second = replace(first, index=2, moved_shards=moved_shards)
+
+    def pause(event: threading.Event, _seconds: float) -> bool:
+        broker.serving = [broker.info, *([first] if broker.num_pauses == 0 else [first, second])]
+        broker.on_event(b"")
+        broker.num_pauses += 1
+        return event.is_set()
+
+    monkeypatch.setattr(threading.Event, "wait", pause)
+    monkeypatch.setattr(elastic, "wait_for_stop", lambda: waits.append(True))
+    restarted(broker).wait()
+    assert (broker.num_looks, bool(waits)) == (3, not moved_shards)
+
+
+def test_a_server_advertises_its_placement_before_it_answers() -> None:
+    session: Any = SimpleNamespace(subjects=Subjects("job"))
+    server: Any = SimpleNamespace(
+        has_handed_over=False, serve=lambda: None, moved_shards=[(7, 1)], incarnation=1
+    )
+    new = ElasticServer(session, server, ServerOptions(port=0, sources=2), 1, GlobalConfig())
+    changes = []
+
+    def change(**fields: Any) -> None:
+        assert not new.is_serving
+        changes.append(fields)
+
+    new._advertiser = SimpleNamespace(change=change, publish_again=lambda: None, info="")  # type: ignore[assignment]
+    new._serve()
+    assert (changes, new.is_serving) == ([{"moved_shards": ((7, 1),)}], True)
+
+
+@pytest.mark.parametrize(("num_loads", "is_known"), [(0, True), (4096, True), (5, False)])
+def test_loads_of_other_virtual_shards_are_refused(num_loads: int, is_known: bool) -> None:
+    report = {"address": "h:1", "incarnation": "0" * 16, "loads": [1] * num_loads}
+    with contextlib.nullcontext() if is_known else pytest.raises(CorruptionError, match="loads has 5"):
+        ResizeReport.decode(json.dumps(report).encode())
 
 
 def waiting(broker: Broker) -> ElasticServer:

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from persia.errors import CorruptionError, FailedPreconditionError, ResourceExhaustedError
+from persia.errors import (
+    CorruptionError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    ResourceExhaustedError,
+)
 from persia.messaging.discovery import Advertiser, Directory, EventKind, ServiceEvent, ServiceInfo
 from persia.messaging.local_session import LocalBroker, LocalSession
 from persia.messaging.payloads import FlowReply, IdsRequest, ReplyStatus
@@ -166,6 +171,41 @@ def test_a_server_with_another_placement_is_not_used_until_all_have_it():
     links.connect(server(31, "n:4", index=1, generation=1))
     assert worker.replaced[-1] == ["n:3", "n:4"]
     assert worker.placements[-1] == (1, ())
+
+
+def test_two_placements_in_one_generation_are_an_error_until_the_servers_agree(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker, moved = Worker(), ((5, 1),)
+    links = ServerLinks(worker, 2, 1, moved)
+    for index in range(2):
+        links.connect(server(index, f"h:{index}", index=index, generation=1, moved_shards=moved))
+    restarted = server(20, "n:0", generation=1)
+    for _ in range(2):
+        links.connect(restarted)
+    (error,) = (record.getMessage() for record in caplog.records if record.levelname == "ERROR")
+    assert f"{restarted} has 0 moved virtual shards, and this worker knows 1" in error
+    links.connect(replace(restarted, incarnation=21, address="n:1", moved_shards=moved))
+    assert worker.servers[-1] == (0, "n:1")
+
+
+def test_servers_that_a_worker_cannot_use_do_not_replace_those_of_before() -> None:
+    worker = Worker()
+    links = ServerLinks(worker, 1)
+    links.connect(server(1, "h:1", replicas=1))
+
+    def refuse(*_args: Any, **_more: Any) -> None:
+        raise InvalidArgumentError("a shard twice")
+
+    replace_servers, worker.replace_servers = worker.replace_servers, refuse  # type: ignore[method-assign]
+    new = server(2, "n:0", replicas=1, generation=1)
+    with pytest.raises(InvalidArgumentError):
+        links.connect(new)
+    worker.replace_servers = replace_servers  # type: ignore[method-assign]
+    links.connect(server(3, "h:3", replicas=1))
+    assert worker.servers[-1] == (0, "h:3")
+    links.connect(new)
+    assert worker.replaced == [["n:0"]]
 
 
 def test_watchers_hear_of_the_end_of_servers_that_were_replaced():
