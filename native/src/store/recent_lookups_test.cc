@@ -38,19 +38,96 @@ TEST(RecentLookupsTest, TakesTheLookupOfTheSameSignsOnce) {
   EXPECT_EQ(lookups.Take({&other_order, 1}), nullptr);
 }
 
+// As EmbeddingStore::Lookup().
+void Remember(RecentLookups* lookups, std::span<const RowBlock> blocks) {
+  std::unique_ptr<FoundRows> rows = lookups->Begin();
+  EXPECT_TRUE(rows->signs.Build(blocks, 4).ok());
+  rows->Begin(4);
+  for (uint32_t shard = 0; shard < 4; ++shard) rows->signs.RunsOf(shard);
+  lookups->Keep(blocks, std::move(rows));
+}
+
 TEST(RecentLookupsTest, ForgetsTheOldestBeyondItsBytes) {
   const std::vector<uint64_t> signs = Range(0, 100'000);
   const RowBlock first{kDim, signs};
   RecentLookups lookups;
-  lookups.Keep({&first, 1}, Found(first));
+  Remember(&lookups, {&first, 1});
   for (uint64_t i = 1; i < 20; ++i) {
     const RowBlock block{kDim, std::span(signs).subspan(i)};
-    lookups.Keep({&block, 1}, Found(block));
+    Remember(&lookups, {&block, 1});
   }
-  EXPECT_LE(lookups.memory_bytes(), 2 * RecentLookups::kMaxBytes);
+  EXPECT_LE(lookups.memory_bytes(), RecentLookups::kMaxBytes);
   EXPECT_EQ(lookups.Take({&first, 1}), nullptr);
   const RowBlock last{kDim, std::span(signs).subspan(19)};
   EXPECT_NE(lookups.Take({&last, 1}), nullptr);
+}
+
+TEST(RecentLookupsTest, ALookupOfAsManyRowsAsBeforeAndAFewMoreIsKept) {
+  const std::vector<uint64_t> signs = Range(0, 100'500);
+  RecentLookups lookups;
+  for (size_t num_rows = 100'000; num_rows <= signs.size(); num_rows += 100) {
+    const RowBlock block{kDim, std::span(signs).first(num_rows)};
+    Remember(&lookups, {&block, 1});
+    std::unique_ptr<FoundRows> rows = lookups.Take({&block, 1});
+    ASSERT_NE(rows, nullptr) << num_rows;
+    lookups.End(std::move(rows));
+  }
+}
+
+TEST(RecentLookupsTest, SmallLookupsAreFoundAfterLargeOnes) {
+  // Too large to be kept, and of an eighth of the memory.
+  for (const size_t num_rows : {RecentLookups::kMaxBytes / 24, RecentLookups::kMaxBytes / 256}) {
+    const std::vector<uint64_t> signs = Range(0, num_rows + 12);
+    RecentLookups lookups;
+    const auto block = [&](size_t begin, size_t size) {
+      return RowBlock{kDim, std::span(signs).subspan(begin, size)};
+    };
+    for (size_t i = 0; i < 12; ++i) {
+      const RowBlock large = block(i, num_rows);
+      Remember(&lookups, {&large, 1});
+      EXPECT_LE(lookups.memory_bytes(), RecentLookups::kMaxBytes);
+    }
+    // Those of the first passes may be in memory of large ones.
+    for (size_t pass = 0; pass < 3; ++pass) {
+      for (size_t i = 0; i < 30; ++i) {
+        const RowBlock small = block(i, 100);
+        Remember(&lookups, {&small, 1});
+      }
+    }
+    for (size_t i = 0; i < 30; ++i) {
+      const RowBlock small = block(i, 100);
+      EXPECT_NE(lookups.Take({&small, 1}), nullptr) << num_rows << " " << i;
+    }
+  }
+}
+
+// Blocks without rows, whose dims differ so that no two are like one, take memory, too.
+TEST(RecentLookupsTest, BlocksWithoutRowsAreCounted) {
+  const std::vector<uint64_t> signs = Range(0, 100);
+  std::vector<RowBlock> blocks(100'000, {.dim = kDim, .signs = {}});
+  for (size_t i = 1; i < blocks.size(); i += 2) blocks[i].dim = kDim + 1;
+  RecentLookups lookups;
+  for (uint64_t i = 0; i < 40; ++i) {
+    blocks[0].signs = std::span(signs).subspan(i);
+    Remember(&lookups, blocks);
+    const uint64_t least = std::min<uint64_t>(i + 1, 10) * blocks.size() * 16;
+    EXPECT_GE(lookups.memory_bytes(), least);
+    EXPECT_LE(lookups.memory_bytes(), RecentLookups::kMaxBytes);
+  }
+}
+
+TEST(RecentLookupsTest, ForgetsTheOldestOfMany) {
+  const std::vector<uint64_t> signs = Range(0, 1000);
+  RecentLookups lookups;
+  const auto block = [&](size_t begin) { return RowBlock{kDim, std::span(signs).subspan(begin)}; };
+  for (size_t i = 0; i < 200; ++i) {
+    const RowBlock each = block(i);
+    Remember(&lookups, {&each, 1});
+  }
+  const RowBlock old = block(200 - RecentLookups::kMaxKept - 1);
+  EXPECT_EQ(lookups.Take({&old, 1}), nullptr);
+  const RowBlock oldest = block(200 - RecentLookups::kMaxKept);
+  EXPECT_NE(lookups.Take({&oldest, 1}), nullptr);
 }
 
 std::vector<float> Gradients(size_t num_rows) {
