@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <functional>
 
+#include "store/store_load.h"
 #include "store/store_snapshot.h"
 #include "store/store_test_util.h"
+#include "store/whole_rows.h"
 
 namespace persia::store {
 namespace {
@@ -149,8 +151,8 @@ UpdateReport UpdateInTwo(EmbeddingStore& store, const std::vector<uint64_t>& sig
 // Looks signs up in two stores, calls `between` for each, and updates the one by what it remembers
 // and the other by a search.
 void ExpectSameUpdate(const TrainConfig& config, const EmbeddingStore::Options& options,
-                      const std::function<void(EmbeddingStore&)>& between) {
-  const std::vector<uint64_t> signs = Range(100, 150);
+                      const std::function<void(EmbeddingStore&)>& between,
+                      const std::vector<uint64_t>& signs = Range(100, 150)) {
   const std::vector<float> gradients = Gradients(signs.size());
   const auto remembers = MakeStore(options, config), searches = MakeStore(options, config);
   for (EmbeddingStore* store : {remembers.get(), searches.get()}) {
@@ -211,6 +213,115 @@ TEST(RecentLookupsTest, RowsThatWereNotAdmittedMayBeSince) {
   config.admit_after = 2;
   ExpectSameUpdate(config, kOptions,
                    [](EmbeddingStore& store) { Lookup(store, Range(100, 125), kDim); });
+}
+
+TEST(RecentLookupsTest, RowsThatHaveExpiredSinceAreMissing) {
+  TrainConfig config = SgdConfig();
+  config.time_to_live_sec = 0.01f;
+  ExpectSameUpdate(config, kOptions, [](EmbeddingStore& store) {
+    const auto is_left = [&](uint64_t sign) { return Has(store, sign); };
+    const std::vector<uint64_t> signs = Range(100, 150);
+    while (std::ranges::any_of(signs, is_left)) Lookup(store, Range(900, 932), kDim);
+  });
+}
+
+TEST(RecentLookupsTest, RowsThatAPacketRemovedSinceAreMissing) {
+  const std::vector<uint64_t> removed = Range(100, 120), loaded = Range(110, 140);
+  const std::vector<uint32_t> ages(loaded.size(), 0);
+  const std::vector<float> embeddings(loaded.size() * kDim, 3.0f);
+  const auto apply = [](EmbeddingStore& store, const Changes& changes) {
+    auto load = StoreLoad::Begin(store);
+    ASSERT_TRUE(load.ok());
+    ASSERT_TRUE((*load)->Apply(changes).ok());
+  };
+  ExpectSameUpdate(SgdConfig(), kOptions, [&](EmbeddingStore& store) {
+    apply(store, {.removals = {removed}, .rows = {}});
+  });
+  ExpectSameUpdate(SgdConfig(), kOptions, [&](EmbeddingStore& store) {
+    apply(store, {.removals = {removed}, .rows = {}});
+    // Rows in the places of those.
+    apply(
+        store,
+        {.removals = {},
+         .rows = {{.dim = kDim, .signs = loaded, .ages = ages, .embeddings = embeddings.data()}}});
+  });
+}
+
+TEST(RecentLookupsTest, RowsInArraysAreUpdatedAndCleared) {
+  if (IsOverATier()) GTEST_SKIP() << "a tier has no arrays";
+  EmbeddingStore::Options options = kOptions;
+  options.arrays = {{.first_sign = 0, .num_ids = 130, .dim = kDim}};
+  ExpectSameUpdate(SgdConfig(), options, [](EmbeddingStore&) {});
+  ExpectSameUpdate(SgdConfig(), options, [](EmbeddingStore& store) {
+    store.Clear();
+    Lookup(store, Range(120, 220), kDim);
+  });
+}
+
+TEST(RecentLookupsTest, ASignMayBeNamedTwice) {
+  std::vector<uint64_t> signs = Range(100, 150);
+  signs[21] = signs[20];
+  signs[49] = signs[10];
+  ExpectSameUpdate(Adagrad(), kOptions, [](EmbeddingStore&) {}, signs);
+}
+
+TEST(RecentLookupsTest, AnUpdateUsesTheCellsOfItsLookup) {
+  if (IsOverATier()) GTEST_SKIP() << "rows of a tier move";
+  const auto store = MakeStore({.capacity = 100, .num_internal_shards = 1});
+  Shard& shard = store->shards().all()[0];
+  const std::vector<uint64_t> signs = {1, 2};
+  const RowBlock block{kDim, signs};
+  FoundRows found;
+  ASSERT_TRUE(found.signs.Build({&block, 1}, 1).ok());
+  found.Begin(1);
+  std::vector<float> rows(signs.size() * kDim);
+  LookupReport looked_up;
+  ASSERT_TRUE(shard
+                  .Lookup(found.signs.RunsOf(0), LookupMode::kTrain, rows.data(), &looked_up,
+                          &found.cells_by_shard[0])
+                  .ok());
+  std::swap(found.cells[0], found.cells[1]);  // shows which ones it uses
+  const std::vector<float> gradients = Gradients(signs.size());
+  UpdateReport updated;
+  ASSERT_TRUE(
+      shard.Update(found.signs.RunsOf(0), gradients.data(), &updated, &found.cells_by_shard[0])
+          .ok());
+  const std::vector<float> after = Peek(*store, signs, kDim);
+  for (size_t i = 0; i < after.size(); ++i) {
+    EXPECT_FLOAT_EQ(after[i], rows[i] - gradients[(i + kDim) % gradients.size()]);
+  }
+}
+
+TEST(RecentLookupsTest, AStoreTakesEachLookupThatItRemembers) {
+  if (IsOverATier()) GTEST_SKIP() << "a store over a tier remembers none";
+  const std::vector<uint64_t> signs = Range(0, 100);
+  const std::vector<float> gradients = Gradients(signs.size());
+  const auto store = MakeStore(kOptions);
+  Lookup(*store, signs, kDim);
+  Update(*store, signs, kDim, gradients);
+  const uint64_t before = store->stats().memory_bytes;
+  Lookup(*store, signs, kDim);
+  EXPECT_GT(store->stats().memory_bytes, before);
+  Update(*store, signs, kDim, gradients);
+  const uint64_t once = store->stats().memory_bytes;
+  for (int i = 0; i < 3; ++i) {  // a lookup that is not taken keeps its memory
+    Lookup(*store, signs, kDim);
+    EXPECT_EQ(store->stats().memory_bytes, once);
+    Update(*store, signs, kDim, gradients);
+  }
+}
+
+TEST(RecentLookupsTest, LookupsOfWholeRowsAreNotRemembered) {
+  if (IsOverATier()) GTEST_SKIP() << "a store over a tier has no whole rows";
+  const std::vector<uint64_t> signs = Range(0, 100);
+  const RowBlock block{kDim, signs};
+  const auto store = MakeStore(kOptions);
+  Lookup(*store, signs, kDim);
+  Update(*store, signs, kDim, Gradients(signs.size()));
+  const uint64_t before = store->stats().memory_bytes;
+  LookupReport report;
+  ASSERT_TRUE(LookupWholeRows({&block, 1}, store.get(), &report).ok());
+  EXPECT_EQ(store->stats().memory_bytes, before);
 }
 
 TEST(RecentLookupsTest, ASnapshotHasTheRowsBeforeTheUpdate) {
