@@ -111,13 +111,16 @@ Status CutShort() {
 }
 
 // Before memory is taken for them: a byte of the message may become 8.
-Status CheckIdBytes(const IdFeatures& batch, uint64_t num_ids, uint64_t max_id_bytes) {
-  const uint64_t num_bytes = batch.storage_bytes;
-  if (num_bytes <= max_id_bytes && num_ids <= (max_id_bytes - num_bytes) / sizeof(uint64_t)) {
+Status CheckIdBytes(const IdFeatures& batch, uint64_t num_ids, uint64_t num_numbers,
+                    uint64_t max_id_bytes) {
+  const uint64_t num_bytes =  // no count is above the size of the message
+      num_ids * sizeof(uint64_t) + num_numbers * sizeof(uint32_t);
+  if (batch.storage_bytes <= max_id_bytes && num_bytes <= max_id_bytes - batch.storage_bytes) {
     return Status::Ok();
   }
   return ResourceExhausted("ID features: the IDs of the batch take more than ", max_id_bytes,
-                           " bytes, 8 for each: send smaller batches");
+                           " bytes, 8 for each ID and 4 for each kept number: send smaller "
+                           "batches");
 }
 
 // The batch's from now on.
@@ -136,6 +139,41 @@ uint32_t Greatest(std::span<const uint32_t> numbers) {
   return greatest;
 }
 
+// Whether the numbers are all of those below `count`, in the order of their first appearance.
+bool AreInOrder(std::span<const uint32_t> numbers, uint64_t count) {
+  uint64_t next = 0;
+  bool ok = true;
+  for (const uint32_t number : numbers) {
+    ok &= number <= next;
+    next += number == next ? 1 : 0;
+  }
+  return ok && next == count;
+}
+
+// Reads the numbers of a feature's distinct IDs. Keeps them where the decoder of the same IDs
+// without numbers would find the same distinct ones in the same order; else *ids become all IDs. A
+// sender may choose another order, and list IDs that no sample has.
+Status ReadIdNumbers(ByteReader* reader, uint64_t num_ids, uint64_t max_id_bytes,
+                     Numbering numbering, std::vector<uint64_t>* ids, IdFeature* feature,
+                     IdFeatures* batch) {
+  const uint64_t num_distinct = ids->size();
+  auto numbers = ReadNumbers<uint32_t>(reader, NumberBytes(num_distinct), num_ids);
+  if (!reader->ok()) return Status::Ok();
+  if (numbering == Numbering::kKeep && AreInOrder(numbers, num_distinct)) {
+    feature->numbers = Store(std::move(numbers), batch);
+    return Status::Ok();
+  }
+  if (Greatest(numbers) >= num_distinct) {
+    return Corruption("ID features: feature '", feature->name, "' has a number above its ",
+                      num_distinct, " distinct IDs");
+  }
+  PERSIA_RETURN_IF_ERROR(CheckIdBytes(*batch, num_ids, 0, max_id_bytes));
+  std::vector<uint64_t> all(num_ids);
+  for (size_t i = 0; i < all.size(); ++i) all[i] = (*ids)[numbers[i]];
+  *ids = std::move(all);
+  return Status::Ok();
+}
+
 // The offsets and IDs of version 3. Its numbers are the peer's word, and are compared here.
 Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t least,
                   uint64_t num_distinct, uint64_t max_id_bytes, Numbering numbering,
@@ -152,26 +190,18 @@ Status ReadNarrow(ByteReader* reader, uint32_t flags, uint64_t num_ids, uint64_t
                       " distinct IDs of ", num_ids);
   }
   if (num_ids > reader->remaining()) return CutShort();  // each has at least a byte
-  PERSIA_RETURN_IF_ERROR(CheckIdBytes(*batch, num_ids, max_id_bytes));
+  const bool keeps = numbering == Numbering::kKeep && numbered;
+  PERSIA_RETURN_IF_ERROR(
+      CheckIdBytes(*batch, keeps ? num_distinct : num_ids, keeps ? num_ids : 0, max_id_bytes));
   feature->offsets = (flags & kOneIdEach) != 0
                          ? OneIdEach(batch->batch_size)
                          : reader->GetArray<uint32_t>(uint64_t{batch->batch_size} + 1);
   auto ids = ReadNumbers<uint64_t>(reader, static_cast<uint8_t>(id_bytes),
                                    numbered ? num_distinct : num_ids, least);
   if (numbered && num_ids > 0) {
-    auto numbers = ReadNumbers<uint32_t>(reader, NumberBytes(num_distinct), num_ids);
     if (!reader->ok()) return Status::Ok();
-    if (Greatest(numbers) >= num_distinct) {
-      return Corruption("ID features: feature '", feature->name, "' has a number above its ",
-                        num_distinct, " distinct IDs");
-    }
-    if (numbering == Numbering::kKeep) {
-      feature->numbers = Store(std::move(numbers), batch);
-    } else {
-      std::vector<uint64_t> all(num_ids);
-      for (size_t i = 0; i < all.size(); ++i) all[i] = ids[numbers[i]];
-      ids = std::move(all);
-    }
+    PERSIA_RETURN_IF_ERROR(
+        ReadIdNumbers(reader, num_ids, max_id_bytes, numbering, &ids, feature, batch));
   }
   feature->ids = Store(std::move(ids), batch);
   return Status::Ok();

@@ -193,6 +193,40 @@ TEST(IdFeatures, NumbersMayStayAsTheyAreSent) {
   EXPECT_EQ(all->features[0].num_ids(), kIds.size());
 }
 
+// With numbers kept, an ID may take 12 bytes.
+TEST(IdFeatures, KeptNumbersCountToTheBound) {
+  const Buffer message = Numbered();
+  constexpr uint64_t kBytes = 4 * 8 + 40 * 4;
+  EXPECT_TRUE(DecodeIdFeatures(message.span(), kBytes, Numbering::kKeep).ok());
+  const Status refused = DecodeIdFeatures(message.span(), kBytes - 1, Numbering::kKeep).status();
+  EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted) << refused.ToString();
+}
+
+// Plans are made of distinct IDs, in their order.
+TEST(IdFeatures, NumbersInAnotherOrderOrOfUnusedIdsAreExpanded) {
+  constexpr size_t kNumbers = 16 + 32 + 8 + 4 * 8;
+  const auto column = OneEach(40, [](uint64_t i) { return SignHash(i % 4); });
+  const std::array<std::array<uint8_t, 4>, 4> cases = {
+      {{1, 0, 2, 3}, {0, 1, 2, 2}, {0, 1, 3, 3}, {1, 1, 2, 3}}};
+  for (const auto& changed : cases) {
+    Buffer message = Numbered();
+    std::byte* numbers = message.data() + kNumbers;
+    for (size_t i = 0; i < 40; ++i) numbers[i] = std::byte{changed[size_t(numbers[i])]};
+    auto decoded = DecodeIdFeatures(message.span(), 40 * 8, Numbering::kKeep);
+    ASSERT_TRUE(decoded.ok()) << decoded.status().ToString();
+    const IdFeature& feature = decoded->features[0];
+    EXPECT_TRUE(feature.numbers.empty());
+    ASSERT_EQ(feature.ids.size(), 40u);
+    for (size_t i = 0; i < 40; ++i) EXPECT_EQ(feature.ids[i], column.ids[changed[i % 4]]);
+    const Status refused = DecodeIdFeatures(message.span(), 40 * 8 - 1, Numbering::kKeep).status();
+    EXPECT_EQ(refused.code(), StatusCode::kResourceExhausted);
+  }
+  Buffer message = Numbered();
+  message.data()[kNumbers + 39] = std::byte{4};
+  EXPECT_EQ(DecodeIdFeatures(message.span(), kMaxIdBytes, Numbering::kKeep).status().code(),
+            StatusCode::kCorruption);
+}
+
 TEST(IdFeatures, MalformedWidthsAndNumbersAreCorruption) {
   constexpr size_t kFlags = 16 + 4, kNumIds = 16 + 8, kNumDistinct = 16 + 24, kRest = 16 + 32 + 8;
   const auto code_with = [](size_t place, uint64_t value, size_t num_bytes) {

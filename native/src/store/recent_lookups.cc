@@ -23,33 +23,41 @@ uint64_t SampleOf(std::span<const RowBlock> blocks) {
 }  // namespace
 
 void FoundRows::Begin(uint32_t num_shards) {
+  if (signs.num_rows() > cells.capacity()) cells = {};  // as in SignsByShard
   cells.resize(signs.num_rows());
   cells_by_shard.assign(num_shards, {.by_row = cells});
 }
 
+void RecentLookups::List::Add(std::unique_ptr<FoundRows> added) {
+  bytes += added->memory_bytes();
+  rows.push_back(std::move(added));
+}
+
+std::unique_ptr<FoundRows> RecentLookups::List::Remove(size_t place) {
+  std::unique_ptr<FoundRows> removed = std::move(rows[place]);
+  rows.erase(rows.begin() + static_cast<ptrdiff_t>(place));
+  bytes -= removed->memory_bytes();
+  return removed;
+}
+
 std::unique_ptr<FoundRows> RecentLookups::Begin() {
   const std::lock_guard lock(mutex_);
-  if (unused_.empty()) return std::make_unique<FoundRows>();
-  std::unique_ptr<FoundRows> rows = std::move(unused_.back());
-  unused_.pop_back();
-  return rows;
+  if (unused_.rows.empty()) return std::make_unique<FoundRows>();
+  return unused_.Remove(unused_.rows.size() - 1);
 }
 
 void RecentLookups::Keep(std::span<const RowBlock> blocks, std::unique_ptr<FoundRows> rows) {
+  if (rows->memory_bytes() > kMaxLookupBytes) return;
   rows->sample = SampleOf(blocks);
   std::vector<std::unique_ptr<FoundRows>> dropped;  // freed without the lock
   const std::lock_guard lock(mutex_);
-  kept_bytes_ += rows->memory_bytes();
-  kept_.push_back(std::move(rows));
-  while (kept_bytes_ > kMaxBytes) {
-    kept_bytes_ -= kept_.front()->memory_bytes();
-    dropped.push_back(std::move(kept_.front()));
-    kept_.pop_front();
+  kept_.Add(std::move(rows));
+  // The next lookup uses the memory of one that is forgotten.
+  while (kept_.bytes > kMaxBytes - kMaxLookupBytes || kept_.rows.size() > kMaxKept) {
+    dropped.push_back(kept_.Remove(0));
   }
-  while (!dropped.empty() && unused_.size() < kMaxUnused) {
-    unused_.push_back(std::move(dropped.back()));
-    dropped.pop_back();
-  }
+  while (kept_.bytes + unused_.bytes > kMaxBytes) dropped.push_back(unused_.Remove(0));
+  while (!dropped.empty() && Reuse(&dropped.back())) dropped.pop_back();
 }
 
 std::unique_ptr<FoundRows> RecentLookups::Take(std::span<const RowBlock> blocks) {
@@ -57,12 +65,10 @@ std::unique_ptr<FoundRows> RecentLookups::Take(std::span<const RowBlock> blocks)
   std::unique_ptr<FoundRows> rows;
   {
     const std::lock_guard lock(mutex_);
-    const auto found = std::find_if(kept_.rbegin(), kept_.rend(),
-                                    [&](const auto& kept) { return kept->sample == sample; });
-    if (found == kept_.rend()) return nullptr;
-    rows = std::move(*found);
-    kept_bytes_ -= rows->memory_bytes();
-    kept_.erase(std::next(found).base());
+    size_t place = kept_.rows.size();
+    while (place > 0 && kept_.rows[place - 1]->sample != sample) --place;
+    if (place == 0) return nullptr;
+    rows = kept_.Remove(place - 1);
   }
   if (rows->signs.AreOf(blocks)) return rows;
   End(std::move(rows));
@@ -71,14 +77,25 @@ std::unique_ptr<FoundRows> RecentLookups::Take(std::span<const RowBlock> blocks)
 
 void RecentLookups::End(std::unique_ptr<FoundRows> rows) {
   const std::lock_guard lock(mutex_);
-  if (unused_.size() < kMaxUnused) unused_.push_back(std::move(rows));
+  Reuse(&rows);
+}
+
+// Not where the latest lookup needed much less: it was counted as a large one, and many of these
+// would leave no room for others.
+bool RecentLookups::Reuse(std::unique_ptr<FoundRows>* rows) {
+  constexpr size_t kFewBytes = size_t{128} << 10;
+  const size_t bytes = (*rows)->memory_bytes();
+  if (bytes > kFewBytes && bytes / 2 > (*rows)->row_bytes()) return false;
+  if (unused_.rows.size() == kMaxUnused || kept_.bytes + unused_.bytes + bytes > kMaxBytes) {
+    return false;
+  }
+  unused_.Add(std::move(*rows));
+  return true;
 }
 
 uint64_t RecentLookups::memory_bytes() const {
   const std::lock_guard lock(mutex_);
-  size_t size = kept_bytes_;
-  for (const auto& rows : unused_) size += rows->memory_bytes();
-  return size;
+  return kept_.bytes + unused_.bytes;
 }
 
 }  // namespace persia::store

@@ -29,6 +29,10 @@ struct FoundRows {
 
   // Before a lookup of the request that `signs` was built of.
   void Begin(uint32_t num_shards);
+  // That the latest request needed for its rows.
+  size_t row_bytes() const {
+    return signs.num_rows() * (sizeof(uint64_t) + sizeof(RowRef) + sizeof(uint32_t));
+  }
   size_t memory_bytes() const {
     return sizeof(*this) + signs.memory_bytes() + cells.capacity() * sizeof(uint32_t) +
            cells_by_shard.capacity() * sizeof(FoundCells);
@@ -37,8 +41,11 @@ struct FoundRows {
 
 class RecentLookups {
  public:
-  // 28 bytes a row: of some tens of batches. Older lookups are forgotten.
+  // Of all memory here, 28 bytes a row. Older lookups are forgotten.
   static constexpr size_t kMaxBytes = size_t{32} << 20;
+  // Of one lookup. Larger ones are not remembered: one of them would displace many others.
+  static constexpr size_t kMaxLookupBytes = kMaxBytes / 8;
+  static constexpr size_t kMaxKept = 64;  // lookups, through which Take() searches
 
   // Memory for a lookup, of an earlier one where there is any.
   std::unique_ptr<FoundRows> Begin();
@@ -53,10 +60,20 @@ class RecentLookups {
  private:
   static constexpr size_t kMaxUnused = 4;
 
-  mutable std::mutex mutex_;                     // guards what follows
-  std::deque<std::unique_ptr<FoundRows>> kept_;  // the oldest first
-  std::vector<std::unique_ptr<FoundRows>> unused_;
-  size_t kept_bytes_ = 0;
+  struct List {
+    std::deque<std::unique_ptr<FoundRows>> rows;  // the oldest first
+    size_t bytes = 0;
+
+    void Add(std::unique_ptr<FoundRows> added);
+    std::unique_ptr<FoundRows> Remove(size_t place);
+  };
+
+  // False: the caller frees it, after it has released the mutex.
+  bool Reuse(std::unique_ptr<FoundRows>* rows);
+
+  mutable std::mutex mutex_;  // guards what follows
+  List kept_;
+  List unused_;  // takes what kept_ leaves of kMaxBytes
 };
 
 }  // namespace persia::store

@@ -114,9 +114,8 @@ class ShardSet {
   const SharedFeatures& features() const { return features_; }
 
   // Calls handle(shard, runs), or handle(shard, its number, runs), for every shard that the request
-  // touches. With several handles, each
-  // passes over all shards before the next one starts. Stops at the first failure. The caller holds
-  // mutex(), shared or exclusively.
+  // touches. With several handles, each passes over all shards before the next one starts. Stops at
+  // the first failure. The caller holds mutex(), shared or exclusively.
   template <typename... Handles>
   Status ForEach(std::span<const RowBlock> blocks, Handles... handles) {
     SignsByShard& signs = SignsByShard::OfThread();

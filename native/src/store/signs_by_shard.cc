@@ -23,6 +23,9 @@ Status SignsByShard::AddBlocks(std::span<const RowBlock> blocks) {
       return InvalidArgument("the request has ", rows, " rows; send fewer than 2^32 at once");
     }
   }
+  // Growing would copy what is old, and take up to twice the memory.
+  if (rows > keys_.capacity()) keys_ = {};
+  if (rows > refs_.capacity()) refs_ = {};
   keys_.resize(rows);
   refs_.resize(rows);
   return Status::Ok();

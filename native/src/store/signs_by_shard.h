@@ -12,8 +12,8 @@ namespace persia::store {
 
 // The signs of one request, grouped by internal shard, in the order of the call within each shard.
 //
-// A thread reuses its object: a request allocates nothing once the largest has been
-// seen.
+// Objects are reused, by a thread or by RecentLookups: one allocates nothing once it has seen the
+// largest request.
 class SignsByShard {
  public:
   static SignsByShard& OfThread() {
@@ -28,7 +28,9 @@ class SignsByShard {
   bool AreOf(std::span<const RowBlock> blocks) const;
   size_t num_rows() const { return keys_.size(); }
   size_t memory_bytes() const {
-    return keys_.capacity() * sizeof(uint64_t) + refs_.capacity() * sizeof(RowRef);
+    return blocks_.capacity() * sizeof(Block) + keys_.capacity() * sizeof(uint64_t) +
+           refs_.capacity() * sizeof(RowRef) + ends_.capacity() * sizeof(uint32_t) +
+           runs_.capacity() * sizeof(Run);
   }
 
   bool IsEmpty(uint32_t shard) const { return ends_[shard] == ends_[shard + 1]; }

@@ -120,9 +120,18 @@ StatusOr<Buffer> LookupWholeRows(std::span<const RowBlock> blocks, EmbeddingStor
   for (const RowBlock& block : blocks) num_floats += uint64_t{block.dim} * block.signs.size();
   thread_local std::vector<float> embeddings;
   embeddings.resize(num_floats);
-  PERSIA_RETURN_IF_ERROR(store->Lookup(blocks, LookupMode::kTrain, embeddings.data(), report));
   ShardSet& shards = store->shards();
-  const std::shared_lock lock(shards.mutex());
+  if (!shards.IsConfigured()) {
+    return FailedPrecondition("a training lookup came before Configure; configure the store first");
+  }
+  const auto lock = shards.EnterForChange();
+  LookupReport counts;
+  // Not by store->Lookup(), which remembers lookups (ADR 65): no update in exact mode matches one.
+  const Status status = shards.ForEach(blocks, [&](Shard& shard, std::span<const Run> runs) {
+    return shard.Lookup(runs, LookupMode::kTrain, embeddings.data(), &counts);
+  });
+  if (report != nullptr) *report = counts;
+  PERSIA_RETURN_IF_ERROR(status);
   const std::vector<uint64_t> begins = LayOut(blocks, *shards.all()[0].table().policies());
   Buffer rows(begins.back() * sizeof(float));
   auto* floats = reinterpret_cast<float*>(rows.data());

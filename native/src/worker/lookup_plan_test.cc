@@ -110,6 +110,35 @@ TEST(LookupPlanTest, IdsThatTheLoaderNumberedHaveThePlanOfThoseThatItDidNot) {
   EXPECT_EQ(plan.num_ids, num_ids);
 }
 
+// Otherwise a sender could have rows made that no sample names, or rows made in another order.
+TEST(LookupPlanTest, NumbersOfAnotherSenderHaveThePlanOfTheirIds) {
+  constexpr size_t kNumDistinct = 20, kNumbers = 16 + 32 + 8 + kNumDistinct * sizeof(uint64_t);
+  for (const bool is_sum : {true, false}) {
+    const SlotTable slots = MakeSlots(
+        {{.name = "one", .dim = 4, .embedding_summation = is_sum, .sample_fixed_size = 1}});
+    TestFeature ids = Repeating("one", 1, kNumDistinct);
+    std::vector<std::byte> bytes = EncodeBatch({ids});
+    ASSERT_EQ(bytes.size(), kNumbers + ids.samples.size());
+    std::vector<std::vector<uint64_t>> samples;
+    for (size_t i = 0; i < ids.samples.size(); ++i) {
+      std::byte& number = bytes[kNumbers + i];
+      ASSERT_EQ(size_t(number), i % kNumDistinct);
+      if (size_t(number) < 2) number ^= std::byte{1};    // 0 and 1 are swapped
+      if (size_t(number) == 19) number = std::byte{18};  // 19 is unused
+      samples.push_back(ids.samples[size_t(number)]);
+    }
+    ids.samples = samples;
+    auto batch = FeatureBatch::Decode(ToBuffer(bytes), slots);
+    ASSERT_TRUE(batch.ok()) << batch.status().ToString();
+    const LookupPlan plan = LookupPlanner().Make(*batch, slots, 1);
+    const LookupPlan expected = LookupPlanner().Make(MakeBatch({ids}, slots), slots, 1);
+    EXPECT_EQ(plan.requests[0].signs, expected.requests[0].signs);
+    EXPECT_EQ(plan.requests[0].signs.size(), kNumDistinct - 1);
+    EXPECT_EQ(plan.features[0].sign_numbers, expected.features[0].sign_numbers);
+    EXPECT_EQ(plan.features[0].index, expected.features[0].index);
+  }
+}
+
 TEST(LookupPlanTest, RawSlotKeepsTheFirstIdsOfASample) {
   const SlotTable slots =
       MakeSlots({{.name = "raw", .dim = 4, .embedding_summation = false, .sample_fixed_size = 3}});
