@@ -260,32 +260,39 @@ TEST(RowsOfRankTest, ABoundOfZeroKeepsNoRowsWhenNoBatchIsInFlight) {
 // To pool it, or to reduce its gradients, takes so long that calls of other threads come between.
 // Its rows fill blocks of their own, which go back to the system when they are freed.
 std::vector<std::byte> LargeBatch(uint64_t first_id = 0) {
-  constexpr uint32_t kNumIds = 45'000;  // the servers have room for two such batches
-  std::vector<uint32_t> offsets(kNumIds + 1);
-  std::iota(offsets.begin(), offsets.end(), 0);
-  std::vector<uint64_t> ids(kNumIds);
-  std::iota(ids.begin(), ids.end(), first_id);
-  return Must(EncodeIdFeatures({kNumIds, {{"age", offsets, ids}}}));
+  constexpr uint32_t kNumRows = 45'000;  // the servers have room for two such batches
+  constexpr uint32_t kNumSamples = 4'500, kNumIds = 200;  // of each sample
+  std::vector<uint32_t> offsets = {0};
+  std::vector<uint64_t> ids;
+  for (uint32_t sample = 0; sample < kNumSamples; ++sample) {
+    for (uint32_t i = 0; i < kNumIds; ++i) ids.push_back(first_id + ids.size() % kNumRows);
+    offsets.push_back(static_cast<uint32_t>(ids.size()));
+  }
+  return Must(EncodeIdFeatures({kNumSamples, {{"age", offsets, ids}}}));
 }
 
 constexpr int kNumRounds = 8;  // of a race
 
-// Pools the batch in another thread, while this one calls. A result must be that of before.
+// Another thread pools the batch again and again, until this one has called or the batch is gone.
+// Its results must be that of before.
 void CallWhilePooling(ByHand& rank, const BatchReference& batch,
                       const std::function<void()>& call) {
   const auto expected = Take(Must(rank.rows->Pool(batch)));
-  std::atomic<bool> has_begun = false;
-  auto pooled = std::async(std::launch::async, [&] {
+  std::atomic<bool> has_begun = false, is_over = false;
+  auto pools = std::async(std::launch::async, [&] {
     has_begun = true;
     has_begun.notify_one();
-    return rank.rows->Pool(batch);
+    for (bool is_last = false; !is_last;) {
+      is_last = is_over;
+      auto result = rank.rows->Pool(batch);
+      if (!result.ok()) return;
+      EXPECT_TRUE(Take(*result) == expected);  // too long to print
+    }
   });
   has_begun.wait(false);
   call();
-  auto result = pooled.get();
-  if (result.ok()) {
-    EXPECT_TRUE(Take(*result) == expected);  // too long to print
-  }
+  is_over = true;
+  pools.get();
 }
 
 // The rows of the batch that ends leave more memory than the rank may keep.
