@@ -2,9 +2,12 @@
 // elsewhere ends the hold.
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <functional>
 #include <future>
 #include <memory>
 #include <numeric>
+#include <thread>
 #include <vector>
 
 #include "client/exact_test_util.h"
@@ -17,6 +20,7 @@ using testing::BatchOf;
 using testing::Cluster;
 using testing::Config;
 using testing::ExactRank;
+using testing::Gradients;
 using testing::Interrupted;
 using testing::Must;
 using testing::Soon;
@@ -40,20 +44,27 @@ struct ByHand {
     ExactRows::BatchPtr batch;
   };
 
-  explicit ByHand(Cluster& of, uint64_t max_bytes = ExactRows::kMaxBytes) : cluster(of) {
+  explicit ByHand(Cluster& of, uint64_t max_bytes = ExactRows::kMaxBytes,
+                  uint64_t spare_bytes = HeldRows::kSpareBytes)
+      : cluster(of) {
     EXPECT_TRUE(cluster.client().Configure(Config(OptimizerKind::kAdam), false, Soon()).ok());
     const auto slots = testing::Slots();
-    rows = Must(ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0, max_bytes));
+    rows = Must(
+        ExactRows::Create(slots.feature_index_prefix_bit, slots.slots, 0, max_bytes, spare_bytes));
     EXPECT_TRUE(rows->Configure(Config(OptimizerKind::kAdam)).ok());
   }
-  Lookup Begin() {
+  Lookup Begin(const std::vector<std::byte>& bytes = BatchOf(0)) {
     Lookup lookup;
-    lookup.request.key = cluster.Register(BatchOf(0));
-    lookup.batch = Must(rows->Begin(BatchOf(0), &lookup.request, Soon()));
+    lookup.request.key = cluster.Register(bytes);
+    lookup.batch = Must(rows->Begin(bytes, &lookup.request, Soon()));
     return lookup;
   }
   worker::WholeRows Answer(const Lookup& lookup) {
     return Must(cluster.worker(0).LookupWhole(lookup.request, Soon()));
+  }
+  BatchReference LookUp(const std::vector<std::byte>& bytes) {
+    const Lookup lookup = Begin(bytes);
+    return Must(rows->Arrive(lookup.batch, 0, Answer(lookup))).reference;
   }
   uint64_t num_held() const { return rows->metrics()["num_held_rows"]; }
 
@@ -258,6 +269,101 @@ TEST(RowsOfRankTest, ABoundOfZeroKeepsNoRowsWhenNoBatchIsInFlight) {
   EXPECT_GT(rank.num_held(), 0u);
   ASSERT_TRUE(rank.rows->End(reference).ok());
   EXPECT_EQ(rank.num_held(), 0u);
+}
+
+// To pool it, or to reduce its gradients, takes so long that calls of other threads come between.
+// Its rows fill blocks of their own, which go back to the system when they are freed.
+std::vector<std::byte> LargeBatch(uint64_t first_id = 0) {
+  constexpr uint32_t kNumRows = 45'000;  // the servers have room for two such batches
+  constexpr uint32_t kNumSamples = 4'500, kNumIds = 200;  // of each sample
+  std::vector<uint32_t> offsets = {0};
+  std::vector<uint64_t> ids;
+  for (uint32_t sample = 0; sample < kNumSamples; ++sample) {
+    for (uint32_t i = 0; i < kNumIds; ++i) ids.push_back(first_id + ids.size() % kNumRows);
+    offsets.push_back(static_cast<uint32_t>(ids.size()));
+  }
+  return Must(EncodeIdFeatures({kNumSamples, {{"age", offsets, ids}}}));
+}
+
+constexpr int kNumRounds = 8;  // of a race
+
+// Another thread pools the batch again and again, until this one has called or the batch is gone.
+// Its results must be that of before.
+void CallWhilePooling(ByHand& rank, const BatchReference& batch,
+                      const std::function<void()>& call) {
+  const auto expected = Take(Must(rank.rows->Pool(batch)));
+  std::atomic<bool> has_begun = false, is_over = false;
+  auto pools = std::async(std::launch::async, [&] {
+    has_begun = true;
+    has_begun.notify_one();
+    for (bool is_last = false; !is_last;) {
+      is_last = is_over;
+      auto result = rank.rows->Pool(batch);
+      if (!result.ok()) return;
+      EXPECT_TRUE(Take(*result) == expected);  // too long to print
+    }
+  });
+  has_begun.wait(false);
+  call();
+  is_over = true;
+  pools.get();
+}
+
+// The rows of the batch that ends leave more memory than the rank may keep.
+TEST(RowsOfRankTest, RowsDoNotMoveWhileABatchIsPooled) {
+  Cluster cluster(1);
+  ByHand rank(cluster, /*max_bytes=*/0, /*spare_bytes=*/0);
+  for (int i = 0; i < kNumRounds; ++i) {
+    const BatchReference before = rank.LookUp(LargeBatch(1'000'000));
+    const BatchReference pooled = rank.LookUp(LargeBatch());
+    const uint64_t num_compactions = rank.rows->metrics()["num_row_compactions"];
+    CallWhilePooling(rank, pooled, [&] {
+      EXPECT_TRUE(rank.rows->End(before).ok());
+      EXPECT_TRUE(rank.rows->End(rank.LookUp(BatchOf(0))).ok());
+    });
+    EXPECT_GT(rank.rows->metrics()["num_row_compactions"], num_compactions);
+    EXPECT_TRUE(rank.rows->End(pooled).ok());
+  }
+}
+
+TEST(RowsOfRankTest, RowsAreNotForgottenWhileABatchIsPooled) {
+  Cluster cluster(1);
+  ByHand rank(cluster);
+  for (int i = 0; i < kNumRounds; ++i) {
+    const BatchReference lost = rank.LookUp(LargeBatch());
+    CallWhilePooling(rank, lost, [&] { rank.rows->Fail(lost, Unavailable("no server")); });
+    EXPECT_EQ(rank.num_held(), 0u);
+    const BatchReference ended = rank.LookUp(LargeBatch());
+    CallWhilePooling(rank, ended, [&] {
+      EXPECT_TRUE(rank.rows->End(ended).ok());
+      while (!rank.rows->BeginOtherRows("a checkpoint was loaded").ok()) std::this_thread::yield();
+      rank.rows->EndOtherRows();
+    });
+    EXPECT_EQ(rank.num_held(), 0u);
+  }
+}
+
+// If both succeeded, the update would be lost, and nothing would say so.
+TEST(RowsOfRankTest, ABatchThatIsEndedWhileItIsAppliedHasNoUpdate) {
+  Cluster cluster(1);
+  ByHand rank(cluster, /*max_bytes=*/0, /*spare_bytes=*/0);
+  for (int i = 0; i < kNumRounds; ++i) {
+    const BatchReference batch = rank.LookUp(LargeBatch());
+    const auto pooled = Must(rank.rows->Pool(batch));
+    const Gradients gradients(pooled);
+    std::atomic<bool> has_begun = false;
+    auto ended = std::async(std::launch::async, [&] {
+      has_begun.wait(false);
+      return rank.rows->End(batch);
+    });
+    has_begun = true;
+    has_begun.notify_one();
+    const Status applied = rank.rows->Apply(batch, 1.0f, gradients.slots);
+    const Status end = ended.get();
+    ASSERT_EQ(applied.code(), end.ok() ? StatusCode::kNotFound : StatusCode::kOk);
+    ASSERT_EQ(end.code(), end.ok() ? StatusCode::kOk : StatusCode::kFailedPrecondition);
+    ASSERT_TRUE(rank.rows->WaitApplied(Soon()).ok());
+  }
 }
 
 }  // namespace

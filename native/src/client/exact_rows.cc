@@ -113,7 +113,8 @@ void ExactRows::Want(Batch& batch, worker::LookupWholeRequest* request) {
 bool ExactRows::AsksAgain(Batch& batch, const worker::WholeRows& answer,
                           worker::LookupWholeRequest* request) {
   const std::lock_guard lock(mutex_);
-  if (!status_.ok() || in_use_.size() != 1 || !AreOthers(answer.incarnations)) return false;
+  if (!status_.ok() || in_use_.size() != 1 || num_pooling_ > 0) return false;
+  if (!AreOthers(answer.incarnations)) return false;
   held_.Clear();
   Want(batch, request);
   request->key = answer.key;
@@ -256,12 +257,18 @@ StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) 
   {
     const std::lock_guard lock(mutex_);
     PERSIA_ASSIGN_OR_RETURN(batch, FindWithRows(reference));
-    ++num_pooling_;
     rows.reserve(batch->cells.size());
     for (const uint32_t cell : batch->cells) {
       rows.push_back(cell == HeldRows::kNoCell ? nullptr : held_.values(cell));
     }
+    ++num_pooling_;
   }
+  // Counts back if there is no memory for the embeddings, too.
+  const auto count_back = [](ExactRows* self) {
+    const std::lock_guard lock(self->mutex_);
+    --self->num_pooling_;
+  };
+  std::unique_ptr<ExactRows, decltype(count_back)> pooling(this, count_back);
   const worker::LookupPlan& plan = batch->plan;
   auto layout =
       worker::LayOutEmbeddings(plan, reference.worker_incarnation, reference.reference, served_);
@@ -269,9 +276,9 @@ StatusOr<worker::LookupResult> ExactRows::Pool(const BatchReference& reference) 
     if (!worker::Includes(served_, plan.features[i].slot->mode)) continue;
     worker::PoolFeature(plan.features[i], plan.batch_size, rows, layout->slots[i]);
   }
+  pooling.reset();
   {
     const std::lock_guard lock(mutex_);
-    --num_pooling_;
     FreeMemory();
   }
   PERSIA_RETURN_IF_ERROR(layout.status());
@@ -290,7 +297,8 @@ Status ExactRows::Apply(const BatchReference& reference, float scale,
   if (batch->update != 0) return Status::Ok();
   PERSIA_ASSIGN_OR_RETURN(batch->sums, worker::ReduceGradients(batch->plan, scale, gradients));
   const std::lock_guard lock(mutex_);
-  if (has_ended_) return FailedPrecondition(kEnded);
+  // Another thread may have ended the batch meanwhile: its cells are no longer those of its rows.
+  PERSIA_RETURN_IF_ERROR(FindWithRows(reference).status());
   Replay(*batch);
   batch->update = next_update_++;
   unacknowledged_[batch->update] = batch;
@@ -333,17 +341,19 @@ void ExactRows::Drain() {
   }
   held_.Trim(oldest_in_use());
   FreeMemory();
-  if (status_.ok() || !batches_.empty() || !looking_up_.empty() || !unacknowledged_.empty()) return;
-  // Nothing is left of what was lost: the next batch reads the servers' rows.
-  held_.Clear();
-  status_ = Status::Ok();
 }
 
 // Batches in flight name their rows by cells, which Compact() changes.
 void ExactRows::FreeMemory() {
   if (num_pooling_ > 0) return;
+  if (!status_.ok() && IsIdle() && unacknowledged_.empty()) {
+    // Nothing is left of what was lost: the next batch reads the servers' rows.
+    held_.Clear();
+    status_ = Status::Ok();
+  }
   if (has_ended_ && looking_up_.empty()) return held_.Clear();
   if (!held_.IsWasteful() || !held_.Compact(oldest_in_use())) return;
+  num_compactions_.Add(1);
   for (const auto& [_, batch] : in_use_) held_.Find(batch->signs(), batch->cells);
 }
 
@@ -352,12 +362,17 @@ Status ExactRows::CheckIdle(const char* what) const {
   return CheckIdleLocked(what);
 }
 
-// A lookup under way, too, may have rows of before in its answer.
+// A lookup under way, too, may have rows of before in its answer. Pool() reads rows of a batch that
+// another thread may end meanwhile.
+bool ExactRows::IsIdle() const {
+  return batches_.empty() && looking_up_.empty() && num_pooling_ == 0;
+}
+
 Status ExactRows::CheckIdleLocked(const char* what) const {
-  if (batches_.empty() && looking_up_.empty()) return Status::Ok();
+  if (IsIdle()) return Status::Ok();
   return FailedPrecondition(what, " while consistency='exact' holds ", held_.size(), " rows of ",
-                            batches_.size(), " batches in flight, and looks up ",
-                            looking_up_.size(), ": do it before the loop or after it");
+                            batches_.size(), " batches in flight, looks up ", looking_up_.size(),
+                            ", and pools ", num_pooling_, ": do it before the loop or after it");
 }
 
 void ExactRows::EndContext() {

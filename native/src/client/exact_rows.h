@@ -82,9 +82,11 @@ class ExactRows {
   // follow at the new one.
   void Rename(const worker::BatchReference& from, const worker::BatchReference& to);
 
-  // The embeddings with all updates applied so far. kNotFound: the batch is not held.
+  // The embeddings with all updates applied so far. kNotFound: the batch is not held. Another
+  // thread may end the batch meanwhile: the embeddings then mean nothing.
   StatusOr<worker::LookupResult> Pool(const worker::BatchReference& reference);
   // Replays the update of the batch; a second call does nothing. Fails as ReduceGradients().
+  // kNotFound: the batch is not held, or another thread has ended it meanwhile.
   Status Apply(const worker::BatchReference& reference, float scale,
                std::span<const worker::SlotGradient> gradients);
 
@@ -129,6 +131,7 @@ class ExactRows {
   static Key KeyOf(const BatchKey& key) { return {key.worker_incarnation, key.reference}; }
 
   // Locked, all that follow.
+  bool IsIdle() const;
   Status CheckIdleLocked(const char* what) const;
   void AddName(const BatchPtr& batch, const worker::BatchReference& name);
   // Asks for the rows of the batch that are not held.
@@ -145,7 +148,7 @@ class ExactRows {
   void EndLookup(const Batch& batch);
   // Ends the need of ended batches for their rows, where no lookup needs them any more.
   void Drain();
-  // Returns memory that the rows do not use, unless Pool() is reading them.
+  // Forgets what was lost, and returns memory that the rows do not use, unless Pool() reads them.
   void FreeMemory();
   uint64_t oldest_in_use() const { return in_use_.empty() ? next_number_ : in_use_.begin()->first; }
   // Of a batch without an answer, or with one that is not right.
@@ -183,6 +186,9 @@ class ExactRows {
   Counter num_spared_{counters_,
                       {"num_spared_rows", "persia_nn_spared_rows",
                        "Rows of lookups that did not travel: the rank held them."}};
+  Counter num_compactions_{counters_,
+                           {"num_row_compactions", "persia_nn_row_compactions",
+                            "Times that the rank has moved its rows, to return memory."}};
 };
 
 }  // namespace persia::client

@@ -39,6 +39,7 @@ void ExpectExact(OptimizerKind kind, uint32_t in_flight, const Placement& placem
   const Metrics metrics = exact.client().exact_rows()->metrics();
   EXPECT_EQ(metrics["num_held_rows"] > 0, max_bytes > 0);
   EXPECT_GT(metrics["num_replayed_rows"], 0u);
+  EXPECT_EQ(metrics["num_row_compactions"] > 0, spare_bytes == 0);
   if (in_flight > 4 || max_bytes > 10'000) {
     EXPECT_GT(metrics["num_spared_rows"], metrics["num_fetched_rows"]);
   }
