@@ -288,7 +288,7 @@ std::vector<std::byte> LargeBatch(uint64_t first_id = 0) {
 constexpr int kNumRounds = 8;  // of a race
 
 // Another thread pools the batch again and again, until this one has called or the batch is gone.
-// Its results must be that of before.
+// Each result must equal the first one.
 void CallWhilePooling(ByHand& rank, const BatchReference& batch,
                       const std::function<void()>& call) {
   const auto expected = Take(Must(rank.rows->Pool(batch)));
