@@ -28,11 +28,11 @@ from persia._native import (
 from persia.config import SlotsConfig
 from persia.errors import NotFoundError, PersiaError, UnavailableError
 from persia.messaging.discovery import Directory
-from persia.pipeline.failover import AbandonedBatches, CallMonitor, HeldBatches, Newcomers
+from persia.pipeline.failover import AbandonedBatches, Newcomers
 from persia.pipeline.queues import Deadline
 from persia.pipeline.slot_rows import row_blocks
 from persia.pipeline.staleness import ALL_SLOTS, served_slots
-from persia.pipeline.workers import PROBE_S, KnownWorkers
+from persia.pipeline.workers import PROBE_S, CallMonitor, HeldBatches, KnownWorkers
 
 __all__ = ["NEW_CONTEXT", "ClusterBackend", "EmbeddingBackend", "SlotGradient", "SlotGradients"]
 

@@ -10,7 +10,7 @@ import pytest
 from persia.errors import (
     InternalError,
 )
-from persia.pipeline.failover import CallMonitor, SlowCalls
+from persia.pipeline.workers import CallMonitor, SlowCalls
 
 
 def test_looks_at_slow_workers_become_rare() -> None:

@@ -21,12 +21,13 @@ from persia.errors import (
     UnavailableError,
 )
 from persia.messaging.discovery import EventKind, ServiceEvent
-from persia.pipeline import failover, workers
+from persia.pipeline import workers as worker_module
 from persia.pipeline.backend import ClusterBackend
 from persia.pipeline.exact import ExactCalls
-from persia.pipeline.failover import AbandonedBatches, HeldBatches, is_down
+from persia.pipeline.failover import AbandonedBatches
 from persia.pipeline.send import BatchSender
 from persia.pipeline.staleness import served_slots
+from persia.pipeline.workers import HeldBatches, is_down
 from persia.waiting import Attempts
 from tests.unit.data.worker_cluster import (
     GRADIENT,
@@ -211,7 +212,7 @@ def test_only_the_workers_of_slow_calls_are_looked_at(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at: list[str] = []
-    monkeypatch.setattr(failover, "is_down", looked_at.append)
+    monkeypatch.setattr(worker_module, "is_down", looked_at.append)
     backend._workers.drop_dead({1})
     assert looked_at == [cluster.addresses[1]]
 
@@ -235,7 +236,7 @@ def test_a_worker_that_only_seemed_dead_is_used_again(
 def test_batches_that_continued_elsewhere_are_released_at_a_worker_that_only_seemed_dead(
     cluster: Cluster, backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers, "PROBE_S", 1.0)
+    monkeypatch.setattr(worker_module, "PROBE_S", 1.0)
     backend._abandoned._pause_s = 0.05
     seem_dead(monkeypatch, cluster.addresses[1])
     references = [register(cluster, 1) for _ in range(3)]
@@ -369,17 +370,17 @@ def test_workers_are_looked_at_side_by_side(
         together.wait(120)  # BrokenBarrierError: they were asked one after the other
         return address == cluster.addresses[1]
 
-    monkeypatch.setattr(failover, "is_down", is_down)
-    assert failover.find_down(list(backend._workers._used.values())) == [backend._workers._used[1]]
+    monkeypatch.setattr(worker_module, "is_down", is_down)
+    assert worker_module.find_down(list(backend._workers._used.values())) == [backend._workers._used[1]]
 
 
 def test_a_look_that_fails_leaves_no_threads(
     backend: ClusterBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixtures of every test look for threads."""
-    monkeypatch.setattr(failover, "is_down", int)  # the address is no number
+    monkeypatch.setattr(worker_module, "is_down", int)  # the address is no number
     with pytest.raises(ValueError, match="invalid literal"):
-        failover.find_down(list(backend._workers._used.values()))
+        worker_module.find_down(list(backend._workers._used.values()))
 
 
 def test_the_dense_part_of_a_message_is_not_kept() -> None:

@@ -16,7 +16,7 @@ from persia.errors import (
 from persia.messaging.discovery import ServiceEvent, ServiceInfo
 from persia.messaging.interface import Registration
 from persia.messaging.subjects import EMBEDDING_WORKER
-from persia.pipeline import failover
+from persia.pipeline import workers as worker_module
 from persia.pipeline.backend import ClusterBackend
 
 IDS = _native.encode_id_features(
@@ -113,4 +113,4 @@ def away(*_: Any) -> None:
 
 
 def seem_dead(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
-    monkeypatch.setattr(failover, "is_down", lambda address: address in addresses)
+    monkeypatch.setattr(worker_module, "is_down", lambda address: address in addresses)
