@@ -124,7 +124,7 @@ def test_bug_15_dead_server_is_a_typed_error(start_job: Any, role: str) -> None:
     # It may also be the loader who was the first to notice.
     assert re.search(rf"embedding[- ]worker 0|{role} 0", error)
     # Calls under way end by their own deadline, which is longer than a failed context waits.
-    calls = ("persia-lookup", "persia-gradient")
+    calls = ("persia-lookup", "persia-gradient", "persia-reaper")
     assert [name for name in job.reports[0]["threads"] if not name.startswith(calls)] == []
 
 

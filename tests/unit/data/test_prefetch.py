@@ -158,7 +158,8 @@ def test_skipping_batches_while_holding_them_does_not_deadlock(
     fake_host.close()
     assert sorted(fake_backend.released) == list(range(10))
     assert fake_host.counters.snapshot().batches_released == 10
-    (record,) = log.records
+    # Other tests may have left requests whose refusals are logged now.
+    (record,) = (record for record in log.records if hasattr(record, "batch_id"))
     assert record.batch_id == 0
     assert record.getMessage().startswith("batch 0 had no backward")
 
