@@ -16,7 +16,7 @@
 namespace persia::pool {
 namespace {
 
-const Job kJob{.num_signs = 1000};
+const Job kDeviceJob{.num_signs = 1000};
 
 // A device that fails from some moment on, and counts what is written to it.
 class FailingBacking final : public Backing {
@@ -51,8 +51,8 @@ TEST(RowPoolClearTest, OpenedAgainItWritesNothingOverItsExtents) {
     auto pool = RowPool::Create(directory, options);
     ASSERT_TRUE(pool.ok());
     for (uint64_t sign = 0; sign < 1000; ++sign) {
-      const std::vector<float> values = kJob.Values(sign, 1);
-      const RowWrite write{kJob.Head(sign, 1), values.data()};
+      const std::vector<float> values = kDeviceJob.Values(sign, 1);
+      const RowWrite write{kDeviceJob.Head(sign, 1), values.data()};
       uint64_t address = 0;
       ASSERT_TRUE((*pool)->Write(std::span(&write, 1), std::span(&address, 1)).ok());
     }
