@@ -26,7 +26,6 @@ from persia.launcher.hand_over import (
     ask_all,
     attempts,
     check_replaceable,
-    place_by_load,
     targets_of,
 )
 from persia.messaging.session import NatsSession
@@ -99,7 +98,7 @@ class Coordinator:
     def _move(self) -> None:
         self._await_idle()  # again: the new servers may have started late
         self._targets = targets_of(self._steps.await_new())
-        self._steps.copy(self._targets, place_by_load(self._session, self._old, len(self._new)))
+        self._steps.copy(self._targets, self._steps.place())
         self._steps.hand_over()
         self._check()
 

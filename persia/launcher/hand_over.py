@@ -67,36 +67,6 @@ def check_replaceable(reports: Sequence[ResizeReport]) -> None:
             )
 
 
-def place_by_load(session: NatsSession, old: Sequence[Server], num_servers: int) -> MovedShards:
-    """The placement of new servers. FailedPreconditionError: as `place`."""
-    moved = place(_measure(session, old), num_servers)
-    if moved:  # said first: rows beyond the capacity of a server would be evicted
-        get_default_logger().info(
-            "%d virtual shards are placed by load: one server gets about %.2f of the mean number of rows; "
-            "compare it with embedding_parameter_server_config.capacity",
-            len(moved),
-            largest_share(moved, num_servers),
-        )
-    return moved
-
-
-def _measure(session: NatsSession, old: Sequence[Server]) -> NDArray[np.float64]:
-    """What each server looks up by virtual shard over the same time. Servers count since their start, and
-    some may have started later than others."""
-    began, before = _counts(session, old)
-    grown = np.zeros_like(before)
-    measuring = Attempts(_MEASURE_S, pause_s=_MEASURE_PAUSE_S)
-    for _ in measuring:
-        incarnations, now = _counts(session, old)
-        if incarnations != began:  # a server was started again, and counts from 0
-            began, before = incarnations, now
-            measuring.progressed()
-        grown = np.maximum(now - before, 0)  # threads that count at once may lose some
-        if grown.sum() >= _ENOUGH_ROWS:
-            break
-    return grown
-
-
 def _counts(session: NatsSession, old: Sequence[Server]) -> tuple[list[str], NDArray[np.float64]]:
     reports = ask_all(session, old, Step.MEASURE)
     counts = np.array([report.loads for report in reports], dtype=np.float64)
@@ -135,6 +105,21 @@ class HandOver:
                 return ask_all(self._session, self._new, Step.WHO, timeout_s=1.0)
         raise DeadlineExceededError("new parameter servers did not start within PERSIA_DEADLINE_SEC")
 
+    def place(self) -> MovedShards:
+        """Where the new servers have virtual shards, by the load of the old ones. FailedPreconditionError:
+        it would be no more even."""
+        self._note(step="measure")
+        moved = place(self._measure(), len(self._new))
+        if moved:  # said first: rows beyond the capacity of a server would be evicted
+            get_default_logger().info(
+                "%d virtual shards are placed by load: one server gets about %.2f of the mean number of "
+                "rows; compare it with embedding_parameter_server_config.capacity",
+                len(moved),
+                largest_share(moved, len(self._new)),
+            )
+        self._note(num_moved_shards=len(moved))
+        return moved
+
     def copy(self, targets: Targets, moved: MovedShards) -> None:
         """Returns when the old servers could hand over within a short time."""
         begin = time.monotonic()
@@ -156,6 +141,23 @@ class HandOver:
                 ask_all(self._session, self._new, Step.SERVE)
                 return
         raise DeadlineExceededError("new parameter servers have their rows, and do not answer")
+
+    def _measure(self) -> NDArray[np.float64]:
+        """What each server looks up by virtual shard over the same time. Servers count since their start, and
+        some may have started later than others."""
+        began, before = _counts(self._session, self._old)
+        grown = np.zeros_like(before)
+        measuring = Attempts(_MEASURE_S, pause_s=_MEASURE_PAUSE_S)
+        for _ in measuring:
+            self._check()
+            incarnations, now = _counts(self._session, self._old)
+            if incarnations != began:  # a server was started again, and counts from 0
+                began, before = incarnations, now
+                measuring.progressed()
+            grown = np.maximum(now - before, 0)  # threads that count at once may lose some
+            if grown.sum() >= _ENOUGH_ROWS:
+                break
+        return grown
 
     def _await_copies(self) -> None:
         trying = attempts("short rounds of changes")

@@ -34,7 +34,6 @@ from persia.launcher.hand_over import (
     ask_all,
     attempts,
     check_replaceable,
-    place_by_load,
     servers,
     targets_of,
 )
@@ -42,7 +41,7 @@ from persia.launcher.process_specs import STANDBY, ProcessSpecs
 from persia.launcher.restarts import how_it_ended
 from persia.launcher.supervisor import ManagedProcess, ProcessSpec, Supervisor, terminate
 from persia.messaging.interface import Registration
-from persia.messaging.payloads import MAX_REPLICAS, JsonMessage, MovedShards
+from persia.messaging.payloads import MAX_REPLICAS, JsonMessage
 from persia.messaging.session import NatsSession
 from persia.messaging.subjects import EMBEDDING_PARAMETER_SERVER
 from persia.roles.elastic import Step
@@ -96,7 +95,6 @@ class Resizer:
         self._num_servers, self._generation, self._last_generation = num_servers, 0, 0
         self._names_lock = threading.Lock()
         self._names = [spec.name for spec in self.specs()]  # of the processes that have the rows, by index
-        self._moved: MovedShards = ()  # in the change under way
         self._is_cancelled, self._is_closed = threading.Event(), threading.Event()
         self.state = ResizeState(before=num_servers, after=num_servers, step="none", is_over=True)
 
@@ -154,13 +152,11 @@ class Resizer:
         try:
             num_servers = num_servers or (self._num_servers if rebalances else 0)
             self._check(num_servers, rebalances=rebalances)
-            self._moved = place_by_load(self._session, self._old(), num_servers)
             self._last_generation += 1
             self.state = ResizeState(
                 before=self._num_servers,
                 after=num_servers,
                 number=self._last_generation,
-                num_moved_shards=len(self._moved),
                 step="start",
             )
         except BaseException:
@@ -220,9 +216,10 @@ class Resizer:
             check=lambda: self._check_continues(processes),
             note=self._note,
         )
+        moved = steps.place()  # nothing is started if it cannot be more even
         try:
             self._start_new(generation, num_servers, processes)
-            steps.copy(targets_of(steps.await_new()), self._moved)
+            steps.copy(targets_of(steps.await_new()), moved)
             copied = time.monotonic()
             steps.hand_over()
             before = self._commit(generation, processes)

@@ -69,7 +69,7 @@ class KnownWorkers:
     ) -> None:
         """`schema`: hash that the workers' slots must have, or "". `on_joined`: called by the watch."""
         self._directory, self._deadline_s, self._on_joined = directory, deadline_s, on_joined
-        self._lock = threading.Lock()  # guards changes of which workers are used
+        self._lock = threading.Lock()  # held to change which workers are used
         self._used: dict[int, ServiceInfo] = {}  # the workers that have an address, by index
         self._left: set[int] = set()  # incarnations of used workers that have left in order
         self._dead: dict[int, _Dead] = {}  # by incarnation

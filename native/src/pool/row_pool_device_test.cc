@@ -1,11 +1,8 @@
 // What a pool writes to its device, and what it says when the device fails.
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <atomic>
-#include <filesystem>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "pool/pool_file.h"
@@ -44,11 +41,10 @@ class FailingBacking final : public Backing {
 
 // A pool that was cleared has as many extents as before, and hardly anything to recover.
 TEST(RowPoolClearTest, OpenedAgainItWritesNothingOverItsExtents) {
-  std::string directory = ::testing::TempDir() + "row_pool_XXXXXX";
-  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  const PoolDirectory directory;
   const PoolOptions options{.size_bytes = 1 << 20, .extent_bytes = 4096};
   {
-    auto pool = RowPool::Create(directory, options);
+    auto pool = RowPool::Create(directory.path, options);
     ASSERT_TRUE(pool.ok());
     for (uint64_t sign = 0; sign < 1000; ++sign) {
       const std::vector<float> values = kDeviceJob.Values(sign, 1);
@@ -62,7 +58,7 @@ TEST(RowPoolClearTest, OpenedAgainItWritesNothingOverItsExtents) {
   const std::atomic<bool> fails{false};
   for (int round = 0; round < 2; ++round) {
     std::atomic<uint64_t> written{0};
-    auto file = PoolFile::Open(directory, PoolFile::Access::kExclusive, true);
+    auto file = PoolFile::Open(directory.path, PoolFile::Access::kExclusive, true);
     ASSERT_TRUE(file.ok());
     RecoveredRows found;
     auto pool =
@@ -72,15 +68,13 @@ TEST(RowPoolClearTest, OpenedAgainItWritesNothingOverItsExtents) {
     EXPECT_LE(written, PoolHeader::kCopyBytes);
     EXPECT_TRUE(found.rows().empty());
   }
-  std::filesystem::remove_all(directory);
 }
 
 // What a failed sync has lost, a later one does not report: so nothing is committed after it.
 TEST(RowPoolFailureTest, AfterAFailedSyncNothingIsCommitted) {
-  std::string directory = ::testing::TempDir() + "row_pool_XXXXXX";
-  ASSERT_NE(::mkdtemp(directory.data()), nullptr);
+  const PoolDirectory directory;
   std::atomic<bool> fails{false};
-  auto file = PoolFile::Create(directory, true);
+  auto file = PoolFile::Create(directory.path, true);
   ASSERT_TRUE(file.ok());
   const PoolOptions options{.size_bytes = 1 << 20, .extent_bytes = 4096};
   auto pool = RowPool::Format(std::make_unique<FailingBacking>(std::move(*file), &fails), options);
@@ -92,8 +86,6 @@ TEST(RowPoolFailureTest, AfterAFailedSyncNothingIsCommitted) {
   EXPECT_EQ((*pool)->Commit(1).code(), StatusCode::kIOError);
   EXPECT_EQ((*pool)->BeginCheckpoint(2).code(), StatusCode::kIOError);
   EXPECT_EQ((*pool)->committed(), 0u);
-  pool->reset();
-  std::filesystem::remove_all(directory);
 }
 
 }  // namespace

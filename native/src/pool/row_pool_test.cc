@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -26,13 +25,6 @@ class RowPoolTest : public ::testing::TestWithParam<PoolKind> {
  protected:
   void SetUp() override {
     if (GetParam() == PoolKind::kPmem && !HasPmem()) GTEST_SKIP() << "built without libpmem";
-    std::string name = ::testing::TempDir() + "row_pool_XXXXXX";
-    ASSERT_NE(::mkdtemp(name.data()), nullptr);
-    directory_ = name;
-  }
-  void TearDown() override {
-    pool_.reset();
-    if (!directory_.empty()) std::filesystem::remove_all(directory_);
   }
 
   PoolOptions Options(uint64_t size_bytes = 1 << 20) const {
@@ -80,7 +72,8 @@ class RowPoolTest : public ::testing::TestWithParam<PoolKind> {
     file << bytes;
   }
 
-  std::string directory_;
+  const PoolDirectory folder_;  // before the pool, which must have ended when it is removed
+  const std::string& directory_ = folder_.path;
   std::unique_ptr<RowPool> pool_;
   std::unique_ptr<RecoveredRows> found_;
 };

@@ -6,19 +6,32 @@
 #pragma once
 
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <filesystem>
 #include <map>
 #include <mutex>
 #include <optional>
 #include <random>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "pool/row_pool.h"
 
 namespace persia::pool {
+
+// A folder for a pool that goes with the test.
+struct PoolDirectory {
+  PoolDirectory() { EXPECT_NE(::mkdtemp(path.data()), nullptr); }
+  ~PoolDirectory() { std::filesystem::remove_all(path); }
+  PoolDirectory(const PoolDirectory&) = delete;
+  PoolDirectory& operator=(const PoolDirectory&) = delete;
+
+  std::string path = ::testing::TempDir() + "row_pool_XXXXXX";
+};
 
 struct Job {
   uint64_t seed = 1;

@@ -15,7 +15,7 @@ namespace {
 
 using TierThreadsTest = TierTest;
 
-// Each thread's rows count its steps, so a row says by itself whether it is of a whole update.
+// Each thread's rows count its steps, so a row alone shows whether it is of a whole update.
 TEST_F(TierThreadsTest, ThreadsTrainWhileCheckpointsAreTaken) {
   constexpr int kThreads = 3, kSteps = 150;
   constexpr uint64_t kRows = 40;

@@ -7,6 +7,7 @@ import json
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,12 @@ def test_servers_are_replaced_by_as_many_where_their_load_is_uneven(job: Job) ->
     job.loads[:2] = [{0: 60_000, 2: 40_000}, {1: 10_000}]
     job.counts[1, 3] = 1_000_000  # it has been busy, and is no more
     state = job.resizer.resize(0, rebalances=True)
-    assert (state.before, state.after, state.number, state.num_moved_shards) == (2, 2, 1, 1)
+    assert (state.before, state.after, state.number, state.num_moved_shards) == (2, 2, 2, 1)
     assert is_running(job.old) == [False] * 2
     assert is_running(job.new) == [True] * 2
     # Once more: names of processes and numbers of changes are never used twice.
     state = job.resizer.resize(0, rebalances=True)
-    assert (state.number, is_running(job.processes)) == (2, [False] * 4 + [True] * 2)
+    assert (state.number, is_running(job.processes)) == (3, [False] * 4 + [True] * 2)
 
 
 def test_a_server_that_is_started_again_while_the_load_is_measured_is_no_idle_one(
@@ -254,6 +255,22 @@ def test_a_server_that_is_started_again_while_the_load_is_measured_is_no_idle_on
     job.hooks[Step.MEASURE] = restart
     with pytest.raises(FailedPreconditionError, match=r"is even \(the busiest has 1.00 of the mean\)"):
         job.resizer.resize(0, rebalances=True)
+
+
+def test_a_job_that_is_started_again_does_not_wait_for_the_measurement(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hand_over, "_MEASURE_S", 3600.0)
+    measuring = threading.Event()
+    job.hooks[Step.MEASURE] = lambda _: measuring.set()
+    job.resizer.begin(3)  # answers at once
+    with ThreadPoolExecutor(1) as pool:
+        change = pool.submit(job.resizer.finish)
+        assert measuring.wait(60)
+        job.resizer.cancel()
+        with pytest.raises(UnavailableError, match="is being started again"):
+            change.result()
+    assert (job.new, is_running(job.old)) == ([], [True] * 2)
 
 
 def test_no_generation_is_used_twice(job: Job) -> None:
